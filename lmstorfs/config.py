@@ -1,0 +1,66 @@
+"""What one mount is told: parsed, checked, and handed to keeper and daemon as a JSON file.
+
+Secrets are not in here: credentials come by boto3's own chain, from the environment or files.
+"""
+
+from pathlib import Path
+
+import msgspec
+
+from lmstorfs.store.store import StoreConfig
+from lmstorfs.units import MIB
+
+
+class SsdConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """One SSD tier: a directory and its budget in bytes."""
+
+    path: str
+    budget_bytes: int
+
+
+class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything that a mount needs to know; written to `STATE/mount.json` (mode 0600)."""
+
+    mountpoint: str
+    state_dir: str
+    store: StoreConfig
+    ram_bytes: int
+    ssd: tuple[SsdConfig, ...] = ()
+    fsync: str = "copy"
+    """What `fsync` waits for: `copy` (mirror or store), `store`, or `ram` (nothing)."""
+    fsync_timeout_s: float = 600.0
+    """After this an `fsync` fails with EIO: every operation has a deadline."""
+    read_timeout_s: float = 120.0
+    """After this a read that needs the store fails with EIO."""
+    read_only: bool = False
+    allow_other: bool = True
+    data_path: str = "auto"
+    """`auto` (passthrough where it is to be had) or `userspace`."""
+    attr_timeout_s: float = 5.0
+    """For how long what the store said of a file that is not dirty here is believed."""
+    flush_delay_s: float = 0.5
+    """A closed version waits this long for its rename and attributes; an `fsync` does not."""
+    workers: int = 2
+    """Processes that upload and download."""
+    log_level: str = "info"
+
+    @property
+    def state(self) -> Path:
+        """The state directory."""
+        return Path(self.state_dir)
+
+
+PARTS = {"ram": "ram", "catalog": "catalog.db", "config": "mount.json", "socket": "control.sock"}
+MIN_RAM_BYTES = 16 * MIB  # less holds no checkpoint at all, only trouble
+
+
+def write_config(config: MountConfig) -> None:
+    """Write `config` into its state directory, readable by the owner alone."""
+    target = config.state / PARTS["config"]
+    target.write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+    target.chmod(0o600)
+
+
+def read_config(state: Path) -> MountConfig:
+    """Return the configuration that `state` holds."""
+    return msgspec.json.decode((state / PARTS["config"]).read_bytes(), type=MountConfig)
