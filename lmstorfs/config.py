@@ -1,8 +1,12 @@
 """What one mount is told: parsed, checked, and handed to keeper and daemon as a JSON file.
 
-Secrets are not in here: credentials come by boto3's own chain, from the environment or files.
+Where it comes from is the business of `settings.py`. Secrets are not in here: credentials come by
+boto3's own chain, from the environment or files.
 """
 
+import hashlib
+import os
+import re
 from pathlib import Path
 
 import msgspec
@@ -50,7 +54,15 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
         return Path(self.state_dir)
 
 
-PARTS = {"ram": "ram", "catalog": "catalog.db", "config": "mount.json", "socket": "control.sock"}
+PARTS = {
+    "ram": "ram",
+    "catalog": "catalog.db",
+    "config": "mount.json",
+    "socket": "control.sock",
+    "lock": "lock",
+    "log": "daemon.log",
+    "store": "store",
+}
 MIN_RAM_BYTES = 16 * MIB  # less holds no checkpoint at all, only trouble
 
 
@@ -64,3 +76,29 @@ def write_config(config: MountConfig) -> None:
 def read_config(state: Path) -> MountConfig:
     """Return the configuration that `state` holds."""
     return msgspec.json.decode((state / PARTS["config"]).read_bytes(), type=MountConfig)
+
+
+def mount_name(mountpoint: str) -> str:
+    """Return the name of a mount point's files: `ckpt` for /ckpt, `mnt-ckpt` for /mnt/ckpt.
+
+    Two mount points never share a name: where the plain one would not tell them apart (/a-b and
+    /a/b) or is no good file name, a hash is added behind `~`, which plain names do not contain.
+    """
+    parts = [part for part in mountpoint.split("/") if part]
+    plain = "-".join(parts)
+    if all(re.fullmatch(r"\w[\w.]*", part, re.ASCII) for part in parts) and 0 < len(plain) < 100:
+        return plain
+    digest = hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]
+    return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', plain).lstrip('.')[:100]}~{digest}"
+
+
+def default_state_dir(mountpoint: str) -> str:
+    """Return where a mount's state lives when nobody says where."""
+    base = os.environ.get("XDG_STATE_HOME")
+    if base:
+        root = Path(base) / "lmstorfs"
+    elif os.geteuid() == 0:
+        root = Path("/var/lib/lmstorfs")
+    else:
+        root = Path.home() / ".local" / "state" / "lmstorfs"
+    return str(root / mount_name(mountpoint))

@@ -1,0 +1,347 @@
+"""The control socket: how a command speaks with the daemon of a mount.
+
+One connection carries one request: a line of JSON `{"op": ..., ...}`, answered by any number of
+lines `{"progress": {...}}` and then one `{"result": ...}` or `{"error": ..., "exit_code": n}`.
+Progress is a state and not a log: a client that reads slowly misses steps between, and holds up
+nobody. A client that goes away cancels what it asked for. HTTP was weighed and rejected: it brings
+a server library and buys nothing on a socket that only this program's commands open.
+"""
+
+import json
+import os
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from lmstorfs.config import PARTS
+from lmstorfs.errors import LmstorfsError, SetupError, UsageError
+from lmstorfs.mounts import lock_held, mountpoint_of
+
+REQUEST_MAX_BYTES = 1 << 20  # `sync` with some thousand paths; more is a mistake or an attack
+REQUEST_TIMEOUT_S = 10.0  # a client sends its line at once; one that does not is let go
+RESTART_GRACE_S = 10.0  # a keeper brings a new daemon within this time
+RETRY_PAUSE_S = 0.1
+READ_BYTES = 1 << 16
+
+Progress = Callable[[dict[str, Any]], Awaitable[None]]
+Handler = Callable[[dict[str, Any], Progress], Awaitable[Any]]
+"""Takes the request and a function that sends progress; returns the result."""
+
+
+class DaemonGoneError(SetupError):
+    """No daemon answers on the control socket, and no keeper is there to bring one."""
+
+
+def encode_line(message: Any) -> bytes:
+    """Return `message` as one line; names that are not UTF-8 travel as escaped surrogates."""
+    try:
+        return msgspec.json.encode(message) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(message)).encode() + b"\n"
+
+
+def decode_line(line: bytes) -> Any:
+    """Return what a line says; raises `UsageError` where it is no JSON."""
+    try:
+        return msgspec.json.decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        pass
+    try:
+        return json.loads(line)  # knows lone surrogates, which msgspec does not
+    except ValueError as error:
+        raise UsageError(f"the message is no JSON: {error}") from error
+
+
+@contextmanager
+def socket_address(path: Path) -> Iterator[str]:
+    """Yield an address for the socket `path`, however long that is.
+
+    The kernel takes 107 bytes; a state directory may be deeper, so it is named by a descriptor.
+    """
+    descriptor = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+class ControlServer:
+    """Serves the control socket of one mount; each client has its own task."""
+
+    def __init__(self, path: Path, handlers: Mapping[str, Handler]) -> None:
+        self._path = path
+        self._handlers = handlers
+        self._clients = 0
+        self._served = 0
+
+    def statistics(self) -> dict[str, int]:
+        """Return how many clients are connected and how many were served."""
+        return {"clients": self._clients, "served": self._served}
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; started when the socket answers.
+
+        A socket left by an earlier daemon is replaced: whoever calls this holds the state
+        directory's lock.
+        """
+        listener = trio.SocketListener(await self._listen())
+        try:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(trio.serve_listeners, self._serve, [listener])
+                task_status.started()
+        finally:
+            self._path.unlink(missing_ok=True)
+
+    async def _listen(self) -> trio.socket.SocketType:
+        self._path.unlink(missing_ok=True)
+        listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with socket_address(self._path) as address:
+                await listening.bind(address)
+            self._path.chmod(0o600)
+            listening.listen(64)
+        except BaseException:
+            listening.close()
+            raise
+        return listening
+
+    async def _serve(self, stream: trio.SocketStream) -> None:
+        self._clients += 1
+        try:
+            await self._answer(stream)
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass  # the client went away; nobody is left to be told
+        finally:
+            self._clients -= 1
+            self._served += 1
+            await trio.aclose_forcefully(stream)
+
+    async def _answer(self, stream: trio.SocketStream) -> None:
+        try:
+            _require_own_user(stream)
+            request = await _receive_request(stream)
+            handler = self._handler_for(request)
+        except LmstorfsError as error:
+            await stream.send_all(encode_line(_error_reply(error)))
+            return
+        await _Exchange(stream, handler, request).run()
+
+    def _handler_for(self, request: dict[str, Any]) -> Handler:
+        handler = self._handlers.get(request.get("op", ""))
+        if handler is None:
+            known = ", ".join(sorted(self._handlers))
+            raise UsageError(f"the daemon knows no operation '{request.get('op')}'; it has {known}")
+        return handler
+
+
+class _Exchange:
+    """One request and its answers: a task for the handler, one that sends, one that listens."""
+
+    def __init__(
+        self, stream: trio.SocketStream, handler: Handler, request: dict[str, Any]
+    ) -> None:
+        self._stream = stream
+        self._handler = handler
+        self._request = request
+        self._newest: dict[str, Any] | None = None
+        self._reply: dict[str, Any] | None = None
+        self._wake = trio.Event()
+
+    async def run(self) -> None:
+        """Return when the reply is sent; a client that leaves cancels the handler."""
+        failure: Exception | None = None
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_for_leaving, nursery.cancel_scope)
+            nursery.start_soon(self._handle)
+            try:
+                await self._send()
+            except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+                failure = error
+            nursery.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+
+    async def _watch_for_leaving(self, scope: trio.CancelScope) -> None:
+        try:
+            while await self._stream.receive_some(READ_BYTES):
+                pass  # one connection carries one request
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        scope.cancel()
+
+    async def _handle(self) -> None:
+        try:
+            reply = {"result": await self._handler(self._request, self._progress)}
+        except Exception as error:  # noqa: BLE001 - one bad request must not end the daemon
+            reply = _error_reply(error)
+        self._reply = reply
+        self._wake.set()
+
+    async def _progress(self, state: dict[str, Any]) -> None:
+        self._newest = state
+        self._wake.set()
+        await trio.lowlevel.checkpoint()
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake = trio.Event()
+            reply = self._reply
+            if self._newest is not None:
+                state, self._newest = self._newest, None
+                await self._stream.send_all(encode_line({"progress": state}))
+            if reply is not None:
+                await self._stream.send_all(_encode_reply(reply))
+                return
+
+
+def _encode_reply(reply: dict[str, Any]) -> bytes:
+    try:
+        return encode_line(reply)
+    except (TypeError, ValueError) as error:  # a handler returned what JSON cannot say
+        return encode_line(_error_reply(error))
+
+
+def _error_reply(error: BaseException) -> dict[str, Any]:
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = error.exceptions[0]  # a handler's nursery wraps what its one task raised
+    if isinstance(error, LmstorfsError):
+        code = error.exit_code if isinstance(error, SetupError) else 1
+        return {"error": str(error), "exit_code": code}
+    _log_failure(error)
+    return {"error": f"the daemon failed: {type(error).__name__}: {error}", "exit_code": 1}
+
+
+def _log_failure(error: BaseException) -> None:
+    import structlog  # the commands share this module and log nothing
+
+    structlog.get_logger("lmstorfs.control").error("control request failed", exc_info=error)
+
+
+def _require_own_user(stream: trio.SocketStream) -> None:
+    size = struct.calcsize("3i")
+    credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    _pid, uid, _gid = struct.unpack("3i", credentials)
+    if uid not in (0, os.geteuid()):
+        raise SetupError("this mount belongs to another user")
+
+
+async def _receive_request(stream: trio.SocketStream) -> dict[str, Any]:
+    received = bytearray()
+    with trio.move_on_after(REQUEST_TIMEOUT_S) as scope:
+        while b"\n" not in received:
+            if len(received) > REQUEST_MAX_BYTES:
+                raise UsageError(f"the request is longer than {REQUEST_MAX_BYTES} bytes")
+            more = await stream.receive_some(READ_BYTES)
+            if not more:
+                raise UsageError("the request ends without a line end")
+            received += more
+    if scope.cancelled_caught:
+        raise UsageError("no request came")
+    request = decode_line(bytes(received.partition(b"\n")[0]))
+    if not isinstance(request, dict):
+        raise UsageError("a request is a JSON object")
+    return request
+
+
+class ControlClient:
+    """Asks the daemon whose state directory is `state`; blocking, one connection a call."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+
+    def call(
+        self,
+        op: str,
+        on_progress: Callable[[dict[str, Any]], None] | None = None,
+        timeout: float | None = None,
+        **fields: Any,
+    ) -> Any:
+        """Return the result of `op`; raises `SetupError` with what the daemon said otherwise.
+
+        `timeout` bounds, in seconds, how long the daemon may say nothing at all.
+        """
+        with self._connect(timeout) as connection:
+            try:
+                connection.sendall(encode_line({**fields, "op": op}))
+                return self._read_reply(connection, on_progress)
+            except TimeoutError as error:
+                raise SetupError(f"the daemon of {self._name} does not answer; {self._log}") from (
+                    error
+                )
+            except (ConnectionError, EOFError) as error:
+                raise DaemonGoneError(
+                    f"the daemon of {self._name} went away before it answered; {self._log}"
+                ) from error
+
+    @property
+    def _name(self) -> str:
+        return mountpoint_of(self._state) or str(self._state)
+
+    @property
+    def _log(self) -> str:
+        return f"its log is {self._state / PARTS['log']}"
+
+    def _connect(self, timeout: float | None) -> socket.socket:
+        """Connect, waiting a moment where a keeper is about to bring a new daemon."""
+        give_up = time.monotonic() + RESTART_GRACE_S
+        while True:
+            try:
+                return self._connect_once(timeout)
+            except PermissionError as error:
+                raise SetupError(
+                    f"{self._state} belongs to another user; ask as that user, or as root"
+                ) from error
+            except (ConnectionRefusedError, FileNotFoundError, NotADirectoryError) as error:
+                if time.monotonic() > give_up or not lock_held(self._state):
+                    raise self._gone() from error
+            except TimeoutError as error:
+                raise SetupError(f"the daemon of {self._name} does not answer; {self._log}") from (
+                    error
+                )
+            time.sleep(RETRY_PAUSE_S)
+
+    def _connect_once(self, timeout: float | None) -> socket.socket:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.settimeout(timeout)
+        try:
+            with socket_address(self._state / PARTS["socket"]) as address:
+                connection.connect(address)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _gone(self) -> DaemonGoneError:
+        return DaemonGoneError(
+            f"the daemon of {self._name} is not running; run `lmstorfs mount {self._name} …` "
+            "again: it takes over what is left"
+        )
+
+    def _read_reply(
+        self, connection: socket.socket, on_progress: Callable[[dict[str, Any]], None] | None
+    ) -> Any:
+        with connection.makefile("rb") as lines:
+            for line in lines:
+                message = decode_line(line)
+                if "progress" in message:
+                    if on_progress is not None:
+                        on_progress(message["progress"])
+                    continue
+                if "error" in message:
+                    raise _as_error(message)
+                return message["result"]
+        raise EOFError
+
+
+def _as_error(message: dict[str, Any]) -> SetupError:
+    error = SetupError(message["error"])
+    error.exit_code = int(message.get("exit_code", 1))
+    return error
