@@ -63,7 +63,7 @@ prepare_packages() {
     fi
     say "installing Debian packages: ${missing[*]}"
     log=$(mktemp)
-    if ! { apt-get -qq update &&
+    if ! { { apt-get -qq update || true; } &&
         DEBIAN_FRONTEND=noninteractive apt-get -qq -y --no-install-recommends install "${missing[@]}"; } \
         </dev/null >"$log" 2>&1; then
         cat "$log" >&2
@@ -102,7 +102,7 @@ prepare() {
     if grep -qsx -e "$want $extras" -e "$want $(extras_for test)" "$stamp"; then
         return
     fi
-    pip=("$root/.venv/bin/python" -m pip --quiet --disable-pip-version-check install)
+    pip=("$root/.venv/bin/python" -m pip -qq --disable-pip-version-check install)
     say "installing $TORCH_SPEC"
     if ! "${pip[@]}" "$TORCH_SPEC" </dev/null; then
         say "$TORCH_SPEC is not to be had here; taking the release that pip finds"
