@@ -1,0 +1,121 @@
+"""The catalog's records: what is known of a file, and what the store must still be told.
+
+Kept apart from the engine (SQLite in `database.py`) so that another engine can hold the same
+records.
+"""
+
+import stat
+
+import msgspec
+
+ROOT_INO = 1
+
+
+class Inode(msgspec.Struct, frozen=True):
+    """One file, directory or symlink. Field order is the order of the table's columns."""
+
+    ino: int
+    mode: int
+    """Type and permission bits, as in `st_mode`."""
+    uid: int
+    gid: int
+    size: int
+    atime_ns: int
+    mtime_ns: int
+    ctime_ns: int
+    nlink: int
+    rdev: int
+    target: bytes | None
+    """A symlink's target."""
+    writing: int
+    """1 while a writer has the file open: after a crash its content is in doubt."""
+    sealed: int
+    """1 when size and mtime_ns describe the tier's file at a close or fsync."""
+    version: int
+    """Number of the newest closed version; 0 where there was none yet. Only grows."""
+    digest: str | None
+    """xxh3-128 of that version; None until it has been computed."""
+    closed_at: float | None
+    """When that version was closed here, seconds since the epoch; None for the store's own."""
+    tier: str | None
+    """The tier that holds the content; None where only the store does."""
+    stored_version: int
+    """The version that the store holds under `stored_key`; 0: none of this file's."""
+    stored_key: str | None
+    """The object that the store will hold for this inode once the journal is empty."""
+    etag: str | None
+    """The store's ETag of it; None where it must be learned from the next listing."""
+    attrs_dirty: int
+    """1 when the store's copy of mode, owner, mtime or xattrs is behind."""
+    needs_head: int
+    """1 when only a listing was seen: mode, owner and mtime are not known yet."""
+
+    @property
+    def is_dir(self) -> bool:
+        """Whether it is a directory."""
+        return stat.S_ISDIR(self.mode)
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is a regular file."""
+        return stat.S_ISREG(self.mode)
+
+    @property
+    def is_symlink(self) -> bool:
+        """Whether it is a symlink."""
+        return stat.S_ISLNK(self.mode)
+
+    @property
+    def dirty(self) -> bool:
+        """Whether a closed version waits to be brought to the store."""
+        return self.version != self.stored_version
+
+    @property
+    def torn(self) -> bool:
+        """Whether a crash left content that no close or fsync ever vouched for."""
+        return bool(self.writing) and not self.sealed
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One name in a directory; `cookie` orders the names and never changes."""
+
+    cookie: int
+    name: bytes
+    inode: Inode
+
+
+class JournalEntry(msgspec.Struct, frozen=True):
+    """Something that the store must still be told, in order (`delete`, `rename`, `rmdir`)."""
+
+    seq: int
+    op: str
+    key: str
+    new_key: str | None
+    is_dir: int
+
+    def touches(self, key: str) -> bool:
+        """Whether this entry changes what lies at, above or below `key`."""
+        return any(
+            key == mine or key.startswith(mine + "/") or mine.startswith(key + "/")
+            for mine in (self.key, self.new_key)
+            if mine is not None
+        )
+
+    def moves(self, key: str) -> str | None:
+        """Return where the object at `key` is after this entry; None when it is gone."""
+        if self.op == "rename" and self.new_key is not None:
+            if key == self.key:
+                return self.new_key
+            if self.is_dir and key.startswith(self.key + "/"):
+                return self.new_key + key[len(self.key) :]
+        if self.op == "delete" and key == self.key:
+            return None
+        return key
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """What the store does not hold yet."""
+
+    files: int
+    bytes: int
+    oldest_closed_at: float | None

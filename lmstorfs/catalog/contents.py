@@ -1,0 +1,197 @@
+"""Contents and their versions: who is writing, what was closed, what the store has.
+
+The life of a version: `begin_writing` → (`seal` at each flush) → `close_version` → `stored`.
+Every step is one transaction and is committed before the call that it answers returns, so after
+a crash the rows say which contents some close or fsync vouched for.
+"""
+
+import time
+from collections.abc import Callable
+
+from lmstorfs.catalog.catalog import Inode, Pending
+from lmstorfs.catalog.database import Database
+from lmstorfs.catalog.journal import Journal
+from lmstorfs.store.store import ObjectInfo
+
+# The words of the partial index, so that SQLite uses it.
+_BEHIND = "(version != stored_version OR attrs_dirty)"
+_FLUSHABLE = f"{_BEHIND} AND nlink > 0 AND (sealed OR NOT writing)"
+
+
+class Contents:
+    """The content side of the catalog."""
+
+    def __init__(
+        self, db: Database, journal: Journal, path_of: Callable[[int], str | None]
+    ) -> None:
+        self._db = db
+        self._journal = journal
+        self._path_of = path_of
+
+    # --- writers -----------------------------------------------------------------------------
+
+    def begin_writing(self, ino: int, tier: str) -> None:
+        """A writer opens the file, whose content is in `tier`."""
+        self._db.execute("UPDATE inodes SET writing = 1, tier = ? WHERE ino = ?", (tier, ino))
+
+    def seal(self, ino: int, size: int, mtime_ns: int) -> None:
+        """A writer closed a descriptor: what the tier holds now, someone vouches for."""
+        self._db.execute(
+            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1 WHERE ino = ?",
+            (size, mtime_ns, time.time_ns(), ino),
+        )
+
+    def close_version(self, ino: int, size: int, mtime_ns: int, *, writing: bool) -> int:
+        """What the tier holds is a new version; return its number."""
+        now = time.time_ns()
+        self._db.execute(
+            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1, writing = ?,"
+            " version = version + 1, digest = NULL, closed_at = ? WHERE ino = ?",
+            (size, mtime_ns, now, int(writing), now / 1e9, ino),
+        )
+        (version,) = self._db.execute("SELECT version FROM inodes WHERE ino = ?", (ino,)).fetchone()
+        return int(version)
+
+    def end_writing(self, ino: int) -> None:
+        """The last writer is gone and left the newest version as it was."""
+        self._db.execute("UPDATE inodes SET writing = 0 WHERE ino = ?", (ino,))
+
+    def set_digest(self, ino: int, version: int, digest: str) -> None:
+        """The digest of a version is known; ignored where a newer one was closed meanwhile."""
+        self._db.execute(
+            "UPDATE inodes SET digest = ? WHERE ino = ? AND version = ?", (digest, ino, version)
+        )
+
+    def set_tier(self, ino: int, tier: str | None) -> None:
+        """The content is now in `tier`; None: only in the store."""
+        self._db.execute("UPDATE inodes SET tier = ? WHERE ino = ?", (tier, ino))
+
+    # --- the store ---------------------------------------------------------------------------
+
+    def dirty(self, limit: int, offset: int = 0) -> list[Inode]:
+        """Return what the flusher may bring to the store, the longest closed first."""
+        return self._db.inodes(
+            f"WHERE {_FLUSHABLE} ORDER BY closed_at LIMIT ? OFFSET ?", (limit, offset)
+        )
+
+    def pending(self) -> Pending:
+        """Return how much the store does not hold yet."""
+        row = self._db.execute(
+            "SELECT COUNT(*), TOTAL(CASE WHEN version != stored_version THEN size ELSE 0 END),"
+            f" MIN(closed_at) FROM inodes WHERE {_FLUSHABLE}"
+        ).fetchone()
+        return Pending(int(row[0]), int(row[1]), row[2])
+
+    def torn(self) -> list[Inode]:
+        """Return the files that are being written, or were when a daemon died."""
+        return self._db.inodes("WHERE writing")
+
+    def recent(self, limit: int) -> list[Inode]:
+        """Return the files closed here last, newest first."""
+        return self._db.inodes(
+            "WHERE closed_at IS NOT NULL AND nlink > 0 AND (mode & 61440) = 32768"
+            " ORDER BY closed_at DESC LIMIT ?",
+            (limit,),
+        )
+
+    def stored_bytes(self) -> int:
+        """Return the bytes of all files whose newest version the store holds."""
+        row = self._db.execute(
+            "SELECT TOTAL(size) FROM inodes WHERE version = stored_version AND nlink > 0"
+            " AND (mode & 61440) = 32768"
+        ).fetchone()
+        return int(row[0])
+
+    def stored(
+        self, ino: int, version: int, key: str, info: ObjectInfo, *, attributes_changed: bool
+    ) -> None:
+        """The store now holds `version` at `key`.
+
+        The file may have been renamed, replaced or unlinked while it was on its way: then the
+        object is sent after it, left for the upload that will replace it, or deleted.
+        """
+        with self._db.transaction():
+            inode = self._db.inode("WHERE i.ino = ?", (ino,))
+            where = self._journal.future_key(key)
+            path = self._path_of(ino)
+            self.upload_ended(ino)
+            if where is None:
+                return  # a delete that waits will remove it
+            if inode is None or path is None:
+                self._leave_or_delete(where)
+                return
+            if where != path:
+                self._journal.rename(where, path, is_dir=inode.is_dir)
+            self._db.execute(
+                "UPDATE inodes SET stored_version = ?, stored_key = ?, etag = ?, needs_head = 0,"
+                " attrs_dirty = ?, digest = CASE WHEN version = ? THEN ? ELSE digest END"
+                " WHERE ino = ?",
+                (version, path, info.etag if path == key else None, int(attributes_changed),
+                 version, info.attributes.digest if info.attributes else None, ino),
+            )  # fmt: skip
+
+    def _leave_or_delete(self, key: str) -> None:
+        """Nobody's object lies at `key`: leave it to the file of that name, or delete it."""
+        parent = 1
+        ino: int | None = None
+        for part in key.encode("utf-8", "surrogateescape").split(b"/"):
+            row = self._db.execute(
+                "SELECT ino FROM names WHERE parent = ? AND name = ?", (parent, part)
+            ).fetchone()
+            if row is None:
+                ino = None
+                break
+            ino = parent = row[0]
+        if ino is None:
+            self._journal.delete(key)
+        else:
+            self._db.execute(
+                "UPDATE inodes SET stored_key = ? WHERE ino = ? AND stored_key IS NULL", (key, ino)
+            )
+
+    def kept_here(self, ino: int) -> None:
+        """The store has no form for it (a FIFO): the catalog alone holds it."""
+        self._db.execute("UPDATE inodes SET stored_version = version WHERE ino = ?", (ino,))
+
+    def attributes_stored(self, inode: Inode, etag: str | None) -> None:
+        """The store's attributes are those of `inode`, as it was read."""
+        self._db.execute(
+            "UPDATE inodes SET attrs_dirty = 0, etag = COALESCE(?, etag)"
+            " WHERE ino = ? AND ctime_ns = ?",
+            (etag, inode.ino, inode.ctime_ns),
+        )
+
+    def attributes_behind(self, ino: int) -> None:
+        """The store's attributes of `ino` must be written again."""
+        self._db.execute(
+            "UPDATE inodes SET attrs_dirty = 1 WHERE ino = ? AND stored_key IS NOT NULL"
+            " AND stored_key != ''",
+            (ino,),
+        )
+
+    def set_etags(self, etags: dict[str, str | None]) -> None:
+        """The objects at these keys have these ETags now (None: learn it from a listing)."""
+        with self._db.transaction():
+            for key, etag in etags.items():
+                self._db.execute("UPDATE inodes SET etag = ? WHERE stored_key = ?", (etag, key))
+
+    def forget_etags_below(self, key: str) -> None:
+        """Objects below `key` were moved by the store: their ETags must be learned again."""
+        self._db.execute(
+            "UPDATE inodes SET etag = NULL WHERE stored_key >= ? AND stored_key < ?",
+            (key + "/", key + "0"),
+        )
+
+    # --- uploads under way -------------------------------------------------------------------
+
+    def upload_began(self, ino: int, key: str, upload_id: str | None = None) -> None:
+        """An upload to `key` is under way; whoever finds the row after a crash can clean up."""
+        self._db.execute("INSERT OR REPLACE INTO uploads VALUES (?, ?, ?)", (ino, key, upload_id))
+
+    def upload_ended(self, ino: int) -> None:
+        """Nothing of the upload is left in the air."""
+        self._db.execute("DELETE FROM uploads WHERE ino = ?", (ino,))
+
+    def uploads(self) -> list[tuple[int, str, str | None]]:
+        """Return (inode, key, upload id) of the uploads under way."""
+        return list(self._db.execute("SELECT ino, key, upload_id FROM uploads"))

@@ -1,0 +1,138 @@
+"""The catalog's SQLite database: schema, connection, transactions.
+
+WAL with `synchronous=NORMAL`: a committed transaction survives the death of the daemon at any
+instruction; a power cut may lose the last ones, and with it the RAM tier that they speak of.
+One connection, used from the daemon's one thread.
+"""
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lmstorfs.catalog.catalog import ROOT_INO, Inode
+from lmstorfs.errors import SetupError
+
+SCHEMA_VERSION = 1
+_CACHE_KIB = 64 << 10  # bounds the daemon's memory however many inodes there are
+
+_SCHEMA = f"""
+CREATE TABLE IF NOT EXISTS inodes (
+    ino INTEGER PRIMARY KEY AUTOINCREMENT,
+    mode INTEGER NOT NULL, uid INTEGER NOT NULL, gid INTEGER NOT NULL, size INTEGER NOT NULL,
+    atime_ns INTEGER NOT NULL, mtime_ns INTEGER NOT NULL, ctime_ns INTEGER NOT NULL,
+    nlink INTEGER NOT NULL, rdev INTEGER NOT NULL, target BLOB,
+    writing INTEGER NOT NULL, sealed INTEGER NOT NULL,
+    version INTEGER NOT NULL, digest TEXT, closed_at REAL,
+    tier TEXT, stored_version INTEGER NOT NULL, stored_key TEXT, etag TEXT,
+    attrs_dirty INTEGER NOT NULL, needs_head INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS names (
+    cookie INTEGER PRIMARY KEY AUTOINCREMENT,
+    parent INTEGER NOT NULL, name BLOB NOT NULL, ino INTEGER NOT NULL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS names_by_name ON names (parent, name);
+CREATE INDEX IF NOT EXISTS names_by_cookie ON names (parent, cookie);
+CREATE INDEX IF NOT EXISTS names_by_ino ON names (ino);
+CREATE INDEX IF NOT EXISTS inodes_dirty ON inodes (closed_at)
+    WHERE version != stored_version OR attrs_dirty;
+CREATE INDEX IF NOT EXISTS inodes_in_tier ON inodes (tier) WHERE tier IS NOT NULL;
+CREATE INDEX IF NOT EXISTS inodes_closed ON inodes (closed_at) WHERE closed_at IS NOT NULL;
+CREATE INDEX IF NOT EXISTS inodes_orphaned ON inodes (ino) WHERE nlink = 0;
+CREATE INDEX IF NOT EXISTS inodes_writing ON inodes (ino) WHERE writing;
+CREATE TABLE IF NOT EXISTS xattrs (
+    ino INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (ino, name)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS journal (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    op TEXT NOT NULL, key TEXT NOT NULL, new_key TEXT, is_dir INTEGER NOT NULL
+);
+CREATE TABLE IF NOT EXISTS uploads (
+    ino INTEGER PRIMARY KEY, key TEXT NOT NULL, upload_id TEXT
+);
+CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+INSERT OR IGNORE INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
+"""
+
+COLUMNS = ", ".join(f"i.{field}" for field in Inode.__struct_fields__)
+
+
+class Database:
+    """One open catalog file."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or create the database at `path`. Raises `SetupError` for a newer schema."""
+        old_umask = os.umask(0o077)
+        try:
+            self.connection = sqlite3.connect(
+                path, isolation_level=None, cached_statements=256, check_same_thread=False
+            )
+        finally:
+            os.umask(old_umask)
+        self._depth = 0
+        execute = self.connection.execute
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = NORMAL")
+        execute(f"PRAGMA cache_size = -{_CACHE_KIB}")
+        execute("PRAGMA temp_store = MEMORY")
+        self.connection.executescript(_SCHEMA)
+        (schema,) = execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
+        if int(schema) > SCHEMA_VERSION:
+            self.close()
+            raise SetupError(
+                f"the catalog {path} was written by a newer lmstorfs (schema {schema}); "
+                "upgrade lmstorfs or choose another --state"
+            )
+        self._make_root()
+
+    def _make_root(self) -> None:
+        now = time.time_ns()
+        self.connection.execute(
+            "INSERT OR IGNORE INTO inodes VALUES"
+            " (?, ?, ?, ?, 0, ?, ?, ?, 2, 0, NULL, 0, 1, 1, NULL, NULL, NULL, 1, '', NULL, 0, 0)",
+            (ROOT_INO, 0o040755, os.getuid(), os.getgid(), now, now, now),
+        )
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """Make all that is executed inside one atomic change; may be nested."""
+        if self._depth:
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
+            return
+        self.connection.execute("BEGIN IMMEDIATE")
+        self._depth = 1
+        try:
+            yield
+        except BaseException:
+            self.connection.execute("ROLLBACK")
+            raise
+        else:
+            self.connection.execute("COMMIT")
+        finally:
+            self._depth = 0
+
+    def execute(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        """Run one statement."""
+        return self.connection.execute(sql, parameters)
+
+    def inode(self, sql: str, parameters: tuple[Any, ...] = ()) -> Inode | None:
+        """Return the first inode that `SELECT … FROM inodes i <sql>` yields."""
+        row = self.connection.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
+        found = row.fetchone()
+        return None if found is None else Inode(*found)
+
+    def inodes(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[Inode]:
+        """Return all inodes that `SELECT … FROM inodes i <sql>` yields."""
+        rows = self.connection.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
+        return [Inode(*row) for row in rows]
+
+    def close(self) -> None:
+        """Close the database; the write-ahead log is folded into it."""
+        self.connection.close()

@@ -1,0 +1,135 @@
+"""Which tier takes a file, how much room to reserve ahead of its writer, and what to evict.
+
+Dirty data cannot be evicted by construction: the candidates are asked of the catalog, which
+knows only stored versions as such, and the kernel is asked whether anybody still writes.
+"""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+
+from lmstorfs.catalog.catalog import Inode
+from lmstorfs.catalog.sqlite import SqliteCatalog
+from lmstorfs.tiers import files
+from lmstorfs.tiers.tier import Tier
+from lmstorfs.units import MIB
+
+# A writer at 8 GiB/s covers this in 30 ms, longer than the daemon ever takes to look again.
+RESERVE_AHEAD_BYTES = 256 * MIB
+# Below this much room for a new file, passthrough would only lead to ENOSPC: it waits instead.
+MIN_RESERVE_BYTES = 4 * MIB
+# One file's first reservation takes at most this share of what is free, so that many writers
+# that open at once all get something.
+_FIRST_SHARE = 4
+_KINDS_REMEMBERED = 4096
+_DIGITS = re.compile(rb"\d+")
+
+
+class Placement:
+    """The tiers of one mount, fastest first."""
+
+    def __init__(
+        self, tiers: list[Tier], catalog: SqliteCatalog, is_open: Callable[[int], bool]
+    ) -> None:
+        self.tiers = tiers
+        self._by_name = {tier.name: tier for tier in tiers}
+        self._catalog = catalog
+        self._is_open = is_open
+        self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._kinds: OrderedDict[bytes, int] = OrderedDict()
+        self.evicted_files = 0
+
+    def tier(self, name: str | None) -> Tier | None:
+        """Return the tier called `name`."""
+        return None if name is None else self._by_name.get(name)
+
+    # --- use ---------------------------------------------------------------------------------
+
+    def touched(self, ino: int) -> None:
+        """`ino` was just used."""
+        self._used[ino] = None
+        self._used.move_to_end(ino)
+
+    def learn(self, name: bytes, size: int) -> None:
+        """A file of this name ended at `size` bytes: the next of its kind will be alike."""
+        kind = _DIGITS.sub(b"#", name)
+        self._kinds[kind] = size
+        self._kinds.move_to_end(kind)
+        if len(self._kinds) > _KINDS_REMEMBERED:
+            self._kinds.popitem(last=False)
+
+    def expect(self, name: bytes) -> int | None:
+        """Return the size that a file of this name will probably have; None for a new kind."""
+        size = self._kinds.get(_DIGITS.sub(b"#", name))
+        return None if size is None else size + size // 16 + MIB // 16
+
+    # --- room --------------------------------------------------------------------------------
+
+    def place(self, name: bytes) -> tuple[Tier, int] | None:
+        """Return where to put a new file and what to reserve for it; None: wait for room."""
+        expected = self.expect(name)
+        for tier in self.tiers:
+            wanted = expected or min(RESERVE_AHEAD_BYTES, tier.budget_bytes // 8)
+            if self.make_room(tier, wanted):
+                return tier, min(wanted, max(tier.free_bytes // _FIRST_SHARE, MIN_RESERVE_BYTES))
+        for tier in self.tiers:  # an unknown kind may well be small
+            if expected is None and self.make_room(tier, 2 * MIN_RESERVE_BYTES):
+                return tier, MIN_RESERVE_BYTES
+        return None
+
+    def reserve(self, tier: Tier, ino: int, fd: int, end: int) -> bool:
+        """Make sure that `ino` can grow to `end`, evicting where needed; False: no room."""
+        missing = end - tier.held(ino)
+        return missing <= 0 or (self.make_room(tier, missing) and tier.reserve(ino, fd, end))
+
+    def make_room(self, tier: Tier, wanted: int) -> bool:
+        """Evict stored versions until `wanted` bytes are free; False where that is not enough.
+
+        Nothing is evicted where it would not be enough.
+        """
+        if tier.free_bytes >= wanted:
+            return True
+        victims: list[Inode] = []
+        room = tier.free_bytes
+        for inode in self._candidates(tier):
+            if room >= wanted:
+                break
+            victims.append(inode)
+            room += tier.held(inode.ino)
+        if room < wanted:
+            return False
+        for inode in victims:
+            self.evict(tier, inode.ino)
+        return tier.free_bytes >= wanted
+
+    def evictable_bytes(self, tier: Tier) -> int:
+        """Return what eviction could free now."""
+        return sum(tier.held(inode.ino) for inode in self._candidates(tier))
+
+    def _candidates(self, tier: Tier) -> list[Inode]:
+        """Return what may be evicted, least recently used first, newest checkpoints last."""
+        stored = self._catalog.db.inodes(
+            "WHERE tier = ? AND version = stored_version AND NOT writing AND nlink > 0"
+            " ORDER BY closed_at",
+            (tier.name,),
+        )
+        rank = {ino: position for position, ino in enumerate(self._used)}
+        free = [inode for inode in stored if not self._is_open(inode.ino)]
+        return sorted(free, key=lambda inode: rank.get(inode.ino, -1))
+
+    def evict(self, tier: Tier, ino: int) -> bool:
+        """Drop a stored version from its tier; False where somebody still writes to it."""
+        if files.has_writers(tier.path(ino)):
+            return False
+        self._catalog.contents.set_tier(ino, None)  # before the file: a crash between loses a copy
+        tier.drop(ino)
+        self._used.pop(ino, None)
+        self.evicted_files += 1
+        return True
+
+    def drop(self, ino: int, tier_name: str | None) -> None:
+        """The content is not needed any more: unlinked, or replaced at the store."""
+        tier = self.tier(tier_name)
+        if tier is not None:
+            tier.drop(ino)
+        self._used.pop(ino, None)
