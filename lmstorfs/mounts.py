@@ -6,21 +6,28 @@ alone. The file may outlive its daemon (`kill -9`): it is a hint, and whether a 
 asked of the kernel (its table, the lock on `STATE/lock`) and never of the file.
 """
 
+import ctypes
+import errno
 import fcntl
 import os
 import re
 import stat
+import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
+from lmstorfs import host
 from lmstorfs.config import PARTS, MountConfig, default_state_dir, mount_name, read_config
 from lmstorfs.errors import SetupError
 
 FILESYSTEM_TYPE = "fuse.lmstorfs"
 RUN_DIR_VARIABLE = "LMSTORFS_RUN_DIR"
 ROOT_RUN_DIR = Path("/run/lmstorfs")
+ANSWER_TIMEOUT_S = 5.0  # a mount that says nothing for so long is slow, not dead
+MNT_DETACH = 2  # linux/fs.h
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -167,11 +174,13 @@ def all_mounts() -> list[Mount]:
 
 def find(path: str | os.PathLike[str]) -> Path:
     """Return the state directory of the mount at or above `path`."""
-    return find_mount(path).state
+    return locate(path)[0].state
 
 
-def find_mount(path: str | os.PathLike[str]) -> Mount:
-    """Return the mount at or above `path`; raises `SetupError` where there is none.
+def locate(path: str | os.PathLike[str]) -> tuple[Mount, str]:
+    """Return the mount at or above `path`, and `path` as it is called below the mount point.
+
+    Raises `SetupError` where there is none.
 
     The path is compared as text first: following symbolic links means to ask the file system,
     and a mount whose daemon is stuck would hold this command too.
@@ -179,12 +188,13 @@ def find_mount(path: str | os.PathLike[str]) -> Mount:
     absolute = os.path.abspath(path)  # noqa: PTH100 - text only, see above
     known = all_mounts()
     found = _longest_prefix(absolute, known)
-    if found is None:
-        resolved = os.path.realpath(absolute)
-        found = _longest_prefix(resolved, known) or _by_state_dir(resolved)
+    if found is not None:
+        return found, absolute
+    resolved = os.path.realpath(absolute)
+    found = _longest_prefix(resolved, known) or _by_state_dir(resolved)
     if found is None:
         raise SetupError(f"{absolute} is in no lmstorfs mount{_list_known(known)}")
-    return found
+    return found, resolved
 
 
 def only_mount() -> Mount:
@@ -271,3 +281,45 @@ def _list_known(known: list[Mount]) -> str:
     if not known:
         return "; there is none: lmstorfs mount /ckpt makes one"
     return "; there are: " + ", ".join(mount.mountpoint for mount in known)
+
+
+# --- dead mounts ----------------------------------------------------------------------------
+
+
+def answers(mountpoint: str) -> bool:
+    """Whether the file system at `mountpoint` is served by anyone (perhaps slowly).
+
+    False for a mount whose keeper is gone: the kernel says ENOTCONN. The question is asked in a
+    thread, since a daemon that is busy or just being replaced keeps who asks waiting.
+    """
+    dead: list[bool] = []
+
+    def ask() -> None:
+        try:
+            os.stat(mountpoint)  # noqa: PTH116 - the text, as the mount table has it
+        except OSError as error:
+            dead.append(error.errno in (errno.ENOTCONN, errno.ECONNABORTED))
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(ANSWER_TIMEOUT_S)
+    return not any(dead)
+
+
+def detach(mountpoint: str) -> None:
+    """Take the topmost mount at `mountpoint` out of the tree, though it may be in use."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.umount2(os.fsencode(mountpoint), MNT_DETACH) == 0:
+        return
+    reason = os.strerror(ctypes.get_errno())
+    if helper := host.fusermount():
+        done = subprocess.run(
+            [helper, "-uz", mountpoint], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            return
+        reason = (done.stderr.strip().splitlines() or [reason])[-1]
+    raise SetupError(
+        f"the dead mount {mountpoint} cannot be detached ({reason}); as root run: "
+        f"umount -l {mountpoint}"
+    )
