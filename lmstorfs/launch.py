@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
@@ -23,7 +23,7 @@ import msgspec
 from lmstorfs.config import PARTS, MountConfig, write_config
 from lmstorfs.errors import SetupError
 from lmstorfs.mounts import detach, is_mounted, lock_held, lock_pid, mounted_filesystems
-from lmstorfs.validation import Say, wait_until_free
+from lmstorfs.validation import wait_until_free
 
 READY_TIMEOUT_S = 600.0  # adopting a large tier after a crash may take minutes; for ever it is not
 STOP_TIMEOUT_S = 20.0
@@ -122,7 +122,7 @@ class StateDirectory:
             path.rmdir()
 
 
-def start(config: MountConfig, *, foreground: bool, say: Say) -> tuple[Ready, "Keeper"]:
+def start(config: MountConfig, *, foreground: bool) -> tuple[Ready, "Keeper"]:
     """Make the mount that `config` tells of; return when it answers."""
     with StateDirectory(config).prepared():
         keeper = Keeper(config.state, foreground=foreground)
@@ -182,7 +182,8 @@ class Keeper:
         if answer.error is not None or not answer.ready:
             error = SetupError(answer.error or "the keeper failed")
             error.exit_code = answer.exit_code
-            self._process.wait(STOP_TIMEOUT_S)  # it cleans up after itself
+            with suppress(subprocess.TimeoutExpired):  # else `start` ends it
+                self._process.wait(STOP_TIMEOUT_S)  # it cleans up after itself
             raise error
         return answer
 
