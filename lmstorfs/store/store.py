@@ -59,7 +59,8 @@ class ObjectInfo(msgspec.Struct, frozen=True, kw_only=True):
     etag: str
     """Changes whenever the content does; for a directory store made of inode, size and mtime."""
     mtime_ns: int
-    """The store's own time of the object, not the file's."""
+    """The store's own time of the object, not the file's. Told for people: S3 servers round it
+    and some (rclone) tell another one each time, so only `etag` says whether a content changed."""
     attributes: Attributes | None = None
     """None where a listing does not tell them: ask `head`."""
 
@@ -85,6 +86,27 @@ class Watch(Protocol):
     def began_upload(self, key: str, upload_id: str) -> None:
         """A multipart upload exists from now on; whoever finds it later can abort it."""
         ...
+
+    def about_to_publish(self) -> None:
+        """All bytes are through; raise `SupersededError` to keep them from being published."""
+        ...
+
+
+class Unwatched:
+    """The `Watch` of a transfer that nobody follows."""
+
+    def cancelled(self) -> bool:
+        """Never."""
+        return False
+
+    def moved(self, count: int) -> None:
+        """Count nothing."""
+
+    def began_upload(self, key: str, upload_id: str) -> None:
+        """Remember nothing."""
+
+    def about_to_publish(self) -> None:
+        """Object to nothing."""
 
 
 class Cancelled(Exception):  # noqa: N818 - a cancellation is no error
@@ -124,13 +146,18 @@ class Store(ABC):
     ) -> ObjectInfo:
         """Publish the first `size` bytes of `source_fd` as `key`, whole or not at all.
 
-        `attributes.digest` is known. Readers see the old object until the new one is complete.
-        Raises `SupersededError`, with nothing published, where the file changed on the way.
+        `attributes.digest` is known; what was sent is digested on the way and must match it.
+        Readers see the old object until the new one is complete. Raises `SupersededError`, with
+        nothing published, where the file changed on the way.
         """
 
     @abstractmethod
     def put_directory(self, key: str, attributes: Attributes) -> ObjectInfo:
-        """Make the directory `key`, or give it new attributes."""
+        """Make the directory `key`, or give it new attributes.
+
+        An S3 server that is a filesystem itself (rclone) holds no empty directories: there the
+        directory appears with the first file in it, and its attributes are not kept.
+        """
 
     @abstractmethod
     def put_symlink(self, key: str, target: str, attributes: Attributes) -> ObjectInfo:
