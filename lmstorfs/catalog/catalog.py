@@ -49,6 +49,10 @@ class Inode(msgspec.Struct, frozen=True):
     """1 when the store's copy of mode, owner, mtime or xattrs is behind."""
     needs_head: int
     """1 when only a listing was seen: mode, owner and mtime are not known yet."""
+    version_size: int
+    """Bytes of the newest closed version; `size` may be ahead of it while a writer is there."""
+    version_mtime_ns: int
+    """mtime of the tier's file when that version was closed: tells whether it still is it."""
 
     @property
     def is_dir(self) -> bool:

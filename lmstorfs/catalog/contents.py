@@ -46,11 +46,29 @@ class Contents:
         now = time.time_ns()
         self._db.execute(
             "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1, writing = ?,"
-            " version = version + 1, digest = NULL, closed_at = ? WHERE ino = ?",
-            (size, mtime_ns, now, int(writing), now / 1e9, ino),
+            " version = version + 1, digest = NULL, closed_at = ?, version_size = ?,"
+            " version_mtime_ns = ? WHERE ino = ?",
+            (size, mtime_ns, now, int(writing), now / 1e9, size, mtime_ns, ino),
         )
         (version,) = self._db.execute("SELECT version FROM inodes WHERE ino = ?", (ino,)).fetchone()
         return int(version)
+
+    def set_times(self, ino: int, atime_ns: int, mtime_ns: int, *, of_version: bool) -> None:
+        """Someone set the times; `of_version`: the content is still the newest version's."""
+        with self._db.transaction():
+            self._db.execute(
+                "UPDATE inodes SET atime_ns = ?, mtime_ns = ?, ctime_ns = ?,"
+                " attrs_dirty = (stored_key IS NOT NULL AND stored_key != '') WHERE ino = ?",
+                (atime_ns, mtime_ns, time.time_ns(), ino),
+            )
+            if of_version:
+                self._db.execute(
+                    "UPDATE inodes SET version_mtime_ns = ? WHERE ino = ?", (mtime_ns, ino)
+                )
+
+    def doubt(self, ino: int) -> None:
+        """A daemon died while the file was being written: nobody vouches for its content."""
+        self._db.execute("UPDATE inodes SET writing = 1, sealed = 0 WHERE ino = ?", (ino,))
 
     def end_writing(self, ino: int) -> None:
         """The last writer is gone and left the newest version as it was."""
@@ -66,6 +84,12 @@ class Contents:
         """The content is now in `tier`; None: only in the store."""
         self._db.execute("UPDATE inodes SET tier = ? WHERE ino = ?", (tier, ino))
 
+    def set_target(self, ino: int, target: bytes) -> None:
+        """The store told where a symlink points."""
+        self._db.execute(
+            "UPDATE inodes SET target = ?, size = ? WHERE ino = ?", (target, len(target), ino)
+        )
+
     # --- the store ---------------------------------------------------------------------------
 
     def dirty(self, limit: int, offset: int = 0) -> list[Inode]:
@@ -77,7 +101,8 @@ class Contents:
     def pending(self) -> Pending:
         """Return how much the store does not hold yet."""
         row = self._db.execute(
-            "SELECT COUNT(*), TOTAL(CASE WHEN version != stored_version THEN size ELSE 0 END),"
+            "SELECT COUNT(*),"
+            " TOTAL(CASE WHEN version != stored_version THEN version_size ELSE 0 END),"
             f" MIN(closed_at) FROM inodes WHERE {_FLUSHABLE}"
         ).fetchone()
         return Pending(int(row[0]), int(row[1]), row[2])
@@ -180,6 +205,14 @@ class Contents:
         self._db.execute(
             "UPDATE inodes SET etag = NULL WHERE stored_key >= ? AND stored_key < ?",
             (key + "/", key + "0"),
+        )
+
+    def lost_in_store(self, key: str) -> None:
+        """The store lost the object that was to lie at `key`: bring what a tier has again."""
+        self._db.execute(
+            "UPDATE inodes SET stored_version = 0, stored_key = NULL, etag = NULL"
+            " WHERE stored_key = ? AND (tier IS NOT NULL OR (mode & 61440) != 32768)",
+            (key,),
         )
 
     # --- uploads under way -------------------------------------------------------------------

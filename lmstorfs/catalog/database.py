@@ -28,7 +28,8 @@ CREATE TABLE IF NOT EXISTS inodes (
     writing INTEGER NOT NULL, sealed INTEGER NOT NULL,
     version INTEGER NOT NULL, digest TEXT, closed_at REAL,
     tier TEXT, stored_version INTEGER NOT NULL, stored_key TEXT, etag TEXT,
-    attrs_dirty INTEGER NOT NULL, needs_head INTEGER NOT NULL
+    attrs_dirty INTEGER NOT NULL, needs_head INTEGER NOT NULL,
+    version_size INTEGER NOT NULL, version_mtime_ns INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS names (
     cookie INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -92,7 +93,8 @@ class Database:
         now = time.time_ns()
         self.connection.execute(
             "INSERT OR IGNORE INTO inodes VALUES"
-            " (?, ?, ?, ?, 0, ?, ?, ?, 2, 0, NULL, 0, 1, 1, NULL, NULL, NULL, 1, '', NULL, 0, 0)",
+            " (?, ?, ?, ?, 0, ?, ?, ?, 2, 0, NULL, 0, 1, 1, NULL, NULL, NULL, 1, '', NULL, 0, 0,"
+            " 0, 0)",
             (ROOT_INO, 0o040755, os.getuid(), os.getgid(), now, now, now),
         )
 

@@ -5,6 +5,8 @@ done it; every entry may be repeated, so a crash between the two is harmless. Up
 wait for the entries that touch it (`blocks`), and entries wait for uploads under way.
 """
 
+from collections import Counter
+
 from lmstorfs.catalog.catalog import JournalEntry
 from lmstorfs.catalog.database import Database
 
@@ -15,7 +17,24 @@ class Journal:
     def __init__(self, db: Database) -> None:
         self._db = db
         rows = db.execute("SELECT seq, op, key, new_key, is_dir FROM journal ORDER BY seq")
-        self._entries: dict[int, JournalEntry] = {row[0]: JournalEntry(*row) for row in rows}
+        self._entries: dict[int, JournalEntry] = {}
+        self._exact: Counter[str] = Counter()  # keys of entries: `blocks` must not scan them all
+        self._above: Counter[str] = Counter()  # the directories above those keys
+        for row in rows.fetchall():
+            self._remember(JournalEntry(*row))
+
+    def _remember(self, entry: JournalEntry, sign: int = 1) -> None:
+        if sign > 0:
+            self._entries[entry.seq] = entry
+        for key in (entry.key, entry.new_key):
+            if key is not None:
+                self._exact[key] += sign
+                for above in _ancestors(key):
+                    self._above[above] += sign
+                    if not self._above[above]:
+                        del self._above[above]
+                if not self._exact[key]:
+                    del self._exact[key]
 
     def _add(self, op: str, key: str, new_key: str | None, is_dir: bool) -> None:
         cursor = self._db.execute(
@@ -24,7 +43,7 @@ class Journal:
         )
         seq = cursor.lastrowid
         assert seq is not None
-        self._entries[seq] = JournalEntry(seq, op, key, new_key, int(is_dir))
+        self._remember(JournalEntry(seq, op, key, new_key, int(is_dir)))
 
     def delete(self, key: str) -> None:
         """The object `key` is to go."""
@@ -51,11 +70,19 @@ class Journal:
             for seq in seqs:
                 self._db.execute("DELETE FROM journal WHERE seq = ?", (seq,))
         for seq in seqs:
-            self._entries.pop(seq, None)
+            entry = self._entries.pop(seq, None)
+            if entry is not None:
+                self._remember(entry, -1)
 
     def blocks(self, key: str) -> bool:
         """Whether an entry that touches `key` is still to be done."""
-        return any(entry.touches(key) for entry in self._entries.values())
+        if not self._entries:
+            return False
+        return (
+            key in self._exact
+            or key in self._above
+            or any(above in self._exact for above in _ancestors(key))
+        )
 
     def future_key(self, key: str) -> str | None:
         """Return where the object that is now at `key` will be; None when it will be gone."""
@@ -65,3 +92,12 @@ class Journal:
                 return None
             current = entry.moves(current)
         return current
+
+
+def _ancestors(key: str) -> list[str]:
+    """Return the directories above `key`, nearest first."""
+    found = []
+    while "/" in key:
+        key = key.rpartition("/")[0]
+        found.append(key)
+    return found

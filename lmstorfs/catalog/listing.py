@@ -86,10 +86,11 @@ class Merger:
         mtime_ns = shown.mtime_ns if shown else info.mtime_ns
         cursor = self._catalog.db.execute(
             "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, 0, 1, 1, ?, NULL,"
-            " NULL, 1, ?, ?, 0, ?)",
+            " NULL, 1, ?, ?, 0, ?, ?, ?)",
             (mode, shown.uid if shown else os.getuid(), shown.gid if shown else os.getgid(),
              info.size, mtime_ns, mtime_ns, now, 2 if info.kind is Kind.DIRECTORY else 1,
-             shown.digest if shown else None, info.key, info.etag, int(shown is None)),
+             shown.digest if shown else None, info.key, info.etag, int(shown is None),
+             info.size, mtime_ns),
         )  # fmt: skip
         self._catalog.db.execute(
             "INSERT INTO names (parent, name, ino) VALUES (?, ?, ?)",
@@ -121,9 +122,11 @@ class Merger:
         self._catalog.db.execute(
             "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, version = version + 1,"
             " stored_version = version + 1, digest = ?, closed_at = NULL, tier = NULL,"
-            " target = NULL, etag = ?, attrs_dirty = 0, needs_head = 1 WHERE ino = ?",
+            " target = NULL, etag = ?, attrs_dirty = 0, needs_head = 1, version_size = ?,"
+            " version_mtime_ns = ? WHERE ino = ?",
             (info.size, mtime_ns, time.time_ns(),
-             info.attributes.digest if info.attributes else None, info.etag, inode.ino),
+             info.attributes.digest if info.attributes else None, info.etag, info.size, mtime_ns,
+             inode.ino),
         )  # fmt: skip
         if info.attributes is not None:
             self.complete(inode.ino, info)
@@ -134,9 +137,17 @@ class Merger:
         assert shown is not None
         with self._catalog.db.transaction():
             self._catalog.db.execute(
-                "UPDATE inodes SET mode = ?, uid = ?, gid = ?, mtime_ns = ?, digest = ?,"
-                " needs_head = 0 WHERE ino = ? AND needs_head",
-                (shown.mode, shown.uid, shown.gid, shown.mtime_ns, shown.digest, ino),
+                "UPDATE inodes SET mode = ?, uid = ?, gid = ?, mtime_ns = ?, version_mtime_ns = ?,"
+                " digest = ?, needs_head = 0 WHERE ino = ? AND needs_head",
+                (
+                    shown.mode,
+                    shown.uid,
+                    shown.gid,
+                    shown.mtime_ns,
+                    shown.mtime_ns,
+                    shown.digest,
+                    ino,
+                ),
             )
             self._set_xattrs(ino, shown.xattrs)
 

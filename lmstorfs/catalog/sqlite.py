@@ -137,7 +137,7 @@ class SqliteCatalog:
                 raise NamespaceError(errno.EEXIST)
             cursor = self.db.execute(
                 "INSERT INTO inodes VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, NULL, ?,"
-                " ?, 0, NULL, NULL, 0, 0)",
+                " ?, 0, NULL, NULL, 0, 0, 0, 0)",
                 (mode, uid, gid, len(target or b""), now, now, now,
                  2 if stat.S_ISDIR(mode) else 1, rdev, target, int(writing),
                  int(not is_file), int(not is_file), now / 1e9, tier),
@@ -270,6 +270,8 @@ class SqliteCatalog:
         self, one: Inode, other: Inode, place: tuple[int, bytes], other_place: tuple[int, bytes]
     ) -> None:
         """Swap two names: three renames through a name that nobody can have."""
+        self._check_no_cycle(one, other_place[0])
+        self._check_no_cycle(other, place[0])
         aside = (place[0], b".lmstorfs-exchange-%d" % one.ino)
         self._move(one, None, *place, *aside)
         self._move(self.get(other.ino), None, *other_place, *place)

@@ -278,7 +278,7 @@ class Channel:
     def backing_open(self, fd: int) -> int:
         """Register a file with the kernel (FUSE_DEV_IOC_BACKING_OPEN); return its backing id."""
         request = bytearray(fuse.BACKING_MAP.pack(fd, 0, 0))
-        return fcntl.ioctl(self._device, fuse.FUSE_DEV_IOC_BACKING_OPEN, request)
+        return int(fcntl.ioctl(self._device, fuse.FUSE_DEV_IOC_BACKING_OPEN, request))
 
     def backing_close(self, backing_id: int) -> None:
         """Let the kernel forget a backing id; an id that stays keeps its file's memory for ever."""

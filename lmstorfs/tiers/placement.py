@@ -16,8 +16,11 @@ from lmstorfs.units import MIB
 
 # A writer at 8 GiB/s covers this in 30 ms, longer than the daemon ever takes to look again.
 RESERVE_AHEAD_BYTES = 256 * MIB
-# Below this much room for a new file, passthrough would only lead to ENOSPC: it waits instead.
+# The least that is worth a reservation.
 MIN_RESERVE_BYTES = 4 * MIB
+# A file of unknown size gets passthrough only where this share of the budget is free: once its
+# writer writes past the daemon, nothing can make it wait for room any more.
+_UNKNOWN_SHARE = 4
 # One file's first reservation takes at most this share of what is free, so that many writers
 # that open at once all get something.
 _FIRST_SHARE = 4
@@ -69,12 +72,10 @@ class Placement:
         """Return where to put a new file and what to reserve for it; None: wait for room."""
         expected = self.expect(name)
         for tier in self.tiers:
-            wanted = expected or min(RESERVE_AHEAD_BYTES, tier.budget_bytes // 8)
-            if self.make_room(tier, wanted):
-                return tier, min(wanted, max(tier.free_bytes // _FIRST_SHARE, MIN_RESERVE_BYTES))
-        for tier in self.tiers:  # an unknown kind may well be small
-            if expected is None and self.make_room(tier, 2 * MIN_RESERVE_BYTES):
-                return tier, MIN_RESERVE_BYTES
+            needed = expected or tier.budget_bytes // _UNKNOWN_SHARE
+            if self.make_room(tier, needed):
+                ahead = min(RESERVE_AHEAD_BYTES, tier.free_bytes // _FIRST_SHARE)
+                return tier, expected or max(ahead, MIN_RESERVE_BYTES)
         return None
 
     def reserve(self, tier: Tier, ino: int, fd: int, end: int) -> bool:

@@ -1,0 +1,102 @@
+"""Which checkpoints there are, whether each is complete, and where it has copies.
+
+A checkpoint is a directory (or a single file) written together. Trainers do not tell; their names
+do: `step_10/`, `checkpoint-500/`, `global_step100/`, `iter_0000100/`, `epoch=3-step=30.ckpt`. The
+outermost part of a path that carries a number is the checkpoint; where none does, it is the
+directory that holds the file, or the file itself at the top of the mount.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from lmstorfs.catalog.catalog import Inode
+
+_NUMBERED = re.compile(r"\d")
+_TEMPORARY = re.compile(r"(^|[._-])(tmp|temp|partial|incomplete)([._-]|$)|~$", re.IGNORECASE)
+
+
+class Copies(msgspec.Struct, kw_only=True):
+    """On how many of the checkpoint's files each kind of copy exists; all of them or not."""
+
+    ram: bool = True
+    ssd: bool = True
+    mirror: bool = False
+    store: bool = True
+
+
+class Checkpoint(msgspec.Struct, kw_only=True):
+    """One checkpoint as `status` and `checkpoints` show it."""
+
+    path: str
+    files: int = 0
+    bytes: int = 0
+    complete: bool = True
+    copies: Copies
+    closed_at: float = 0.0
+    """When its newest file was closed, seconds since the epoch."""
+
+    @property
+    def word(self) -> str:
+        """How safe it is: `writing`, `written`, `mirrored` or `stored`."""
+        if not self.complete:
+            return "writing"
+        if self.copies.store:
+            return "stored"
+        return "mirrored" if self.copies.mirror else "written"
+
+
+def checkpoint_of(path: str) -> str:
+    """Return the path of the checkpoint that the file at `path` belongs to."""
+    parts = path.split("/")
+    for depth, part in enumerate(parts, start=1):
+        if _NUMBERED.search(part) and not (depth == len(parts) and _shard_of(parts)):
+            return "/".join(parts[:depth])
+    return "/".join(parts[:-1]) or path
+
+
+def _shard_of(parts: list[str]) -> bool:
+    """Whether the number in a file's name counts its shards, not its steps."""
+    return (
+        len(parts) > 1
+        and re.search(r"^__\d+_\d+\.distcp$|\d+-of-\d+|rank[_-]?\d+|^rng_state|shard", parts[-1])
+        is not None
+    )
+
+
+def group(
+    inodes: Iterable[Inode],
+    path_of: Callable[[int], str | None],
+    is_open: Callable[[int], bool],
+    limit: int,
+) -> list[Checkpoint]:
+    """Return the newest `limit` checkpoints that these files form, newest first."""
+    found: dict[str, Checkpoint] = {}
+    for inode in inodes:
+        path = path_of(inode.ino)
+        if path is None:
+            continue
+        name = checkpoint_of(path)
+        checkpoint = found.get(name)
+        if checkpoint is None:
+            if len(found) >= limit:
+                continue
+            checkpoint = found[name] = Checkpoint(path=name, copies=Copies())
+        _add(checkpoint, inode, is_open(inode.ino))
+        if _TEMPORARY.search(name.rpartition("/")[2]):
+            checkpoint.complete = False
+    return sorted(found.values(), key=lambda checkpoint: -checkpoint.closed_at)
+
+
+def _add(checkpoint: Checkpoint, inode: Inode, is_open: bool) -> None:
+    checkpoint.files += 1
+    checkpoint.bytes += inode.size
+    closed = inode.version > 0 and inode.digest is not None and not inode.writing
+    if not closed or is_open:
+        checkpoint.complete = False
+    tier = inode.tier or ""
+    checkpoint.copies.ram &= tier == "ram"
+    checkpoint.copies.ssd &= tier.startswith("ssd")
+    checkpoint.copies.store &= inode.version > 0 and not inode.dirty
+    checkpoint.closed_at = max(checkpoint.closed_at, inode.closed_at or 0.0)

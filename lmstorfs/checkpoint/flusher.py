@@ -1,0 +1,333 @@
+"""The flusher: brings closed versions to the store, the longest closed first, retrying for ever.
+
+It decides order and time and keeps the books; content travels in worker processes, the rest
+(directories, symlinks, attributes) in threads. Only versions that a close or an fsync vouched
+for are sent; a file that changes on the way is given up (`SupersededError`) and comes again as
+its next version. What names must become of stored objects is `namesync.py`'s.
+"""
+
+import stat
+import time
+from collections.abc import Callable
+
+import msgspec
+import structlog
+import trio
+
+from lmstorfs.catalog.catalog import Inode
+from lmstorfs.catalog.sqlite import SqliteCatalog
+from lmstorfs.checkpoint.health import Backoff, StoreHealth
+from lmstorfs.errors import StoreError, StoreUnreachableError, SupersededError
+from lmstorfs.store import Attributes, Kind, ObjectInfo, Store
+from lmstorfs.store.pool import Upload, WorkerPool
+from lmstorfs.tiers import Placement, files
+
+log = structlog.get_logger()
+
+_MAX_IN_FLIGHT = 32  # small files go several to a worker
+_THE_STORE = 0  # no inode's number: the wait that holds for all
+_BATCH = 256  # rows looked at in one go
+_IDLE_S = 30.0  # the longest sleep: only a net under missed wakes
+
+
+class Flight(msgspec.Struct):
+    """One version on its way."""
+
+    key: str
+    version: int
+    size: int
+    scope: trio.CancelScope
+    moved: int = 0
+
+
+class FlushStatistics(msgspec.Struct, frozen=True, kw_only=True):
+    """What the flusher has done and is doing."""
+
+    in_flight: int
+    in_flight_bytes: int
+    in_flight_moved: int
+    stored_files: int
+    stored_bytes: int
+    superseded: int
+    cancelled: int
+
+
+def attributes_of(inode: Inode, xattrs: dict[bytes, bytes]) -> Attributes:
+    """Return what the store is to keep of an inode beside its content."""
+    return Attributes(
+        mode=inode.mode,
+        uid=inode.uid,
+        gid=inode.gid,
+        mtime_ns=inode.version_mtime_ns if inode.is_file else inode.mtime_ns,
+        digest=inode.digest,
+        version=inode.version,
+        xattrs={name.decode("utf-8", "surrogateescape"): xattrs[name] for name in xattrs},
+    )
+
+
+class Flusher:
+    """Brings one catalog's dirty versions to one store."""
+
+    def __init__(
+        self,
+        catalog: SqliteCatalog,
+        placement: Placement,
+        store: Store,
+        pool: WorkerPool,
+        *,
+        delay_s: float,
+    ) -> None:
+        self._catalog = catalog
+        self._placement = placement
+        self._store = store
+        self._pool = pool
+        self._delay_s = delay_s
+        self.health = StoreHealth()
+        self.hurry = False  # drain: no version waits for its rename any more
+        self.in_flight: dict[int, Flight] = {}
+        self._urgent: set[int] = set()
+        self._superseded: dict[int, int] = {}  # ino → version whose content is gone
+        self._backoff = Backoff()
+        self._wake = trio.Event()
+        self._changed = trio.Event()
+        self._stored_files = self._stored_bytes = self._superseded_count = self._cancelled = 0
+        self.on_stored: list[Callable[[int], None]] = []
+
+    # --- asked by others ---------------------------------------------------------------------
+
+    def wake(self) -> None:
+        """Something new may be there to flush."""
+        self._wake.set()
+
+    def urgent(self, ino: int) -> None:
+        """Somebody waits for this inode: do not wait for a rename."""
+        self._urgent.add(ino)
+        self._backoff.succeeded(ino)
+        self.wake()
+
+    def cancel(self, ino: int) -> None:
+        """The inode was unlinked: give up what is under way for it."""
+        flight = self.in_flight.get(ino)
+        if flight is not None:
+            flight.scope.cancel()
+        self._urgent.discard(ino)
+        self._superseded.pop(ino, None)
+
+    def is_busy(self, key: str) -> bool:
+        """Whether an upload to `key`, or to something below it, is under way."""
+        return any(
+            flight.key == key or flight.key.startswith(key + "/")
+            for flight in self.in_flight.values()
+        )
+
+    async def changed(self) -> None:
+        """Return when something was stored, cancelled or given up."""
+        await self._changed.wait()
+
+    def announce(self) -> None:
+        """Wake all that wait for `changed`."""
+        self._changed.set()
+        self._changed = trio.Event()
+
+    def settled(self, ino: int, version: int) -> bool:
+        """Whether the store has `version` or a newer one, or the file is gone."""
+        inode = self._catalog.find(ino)
+        return inode is None or inode.nlink == 0 or inode.stored_version >= version
+
+    async def stored(self, ino: int, version: int) -> None:
+        """Return when the store has `version` of `ino`."""
+        self.urgent(ino)
+        while not self.settled(ino, version):
+            await self.changed()
+
+    def statistics(self) -> FlushStatistics:
+        """Return the books."""
+        flights = list(self.in_flight.values())
+        return FlushStatistics(
+            in_flight=len(flights),
+            in_flight_bytes=sum(flight.size for flight in flights),
+            in_flight_moved=sum(flight.moved for flight in flights),
+            stored_files=self._stored_files,
+            stored_bytes=self._stored_bytes,
+            superseded=self._superseded_count,
+            cancelled=self._cancelled,
+        )
+
+    # --- the schedule ------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Flush until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                self._wake = trio.Event()
+                wait_s = self._start_ready(nursery)
+                with trio.move_on_after(wait_s):
+                    await self._wake.wait()
+
+    def _start_ready(self, nursery: trio.Nursery) -> float:
+        """Start what may start; return how long nothing else can, seconds."""
+        wait_s, offset = _IDLE_S, 0
+        while len(self.in_flight) < self._limit():
+            batch = self._catalog.contents.dirty(_BATCH, offset)
+            for inode in batch:
+                if len(self.in_flight) >= self._limit():
+                    break
+                ready_in = self._ready_in(inode)
+                if ready_in is None:
+                    continue
+                if ready_in > 0:
+                    wait_s = min(wait_s, ready_in)
+                    continue
+                self._start(inode, nursery)
+            if len(batch) < _BATCH:
+                break
+            offset += _BATCH
+        return wait_s
+
+    def _limit(self) -> int:
+        """A store that does not answer is asked by one upload, not by all."""
+        return 1 if self.health.state == "unreachable" else _MAX_IN_FLIGHT
+
+    def _ready_in(self, inode: Inode) -> float | None:
+        """Return in how many seconds `inode` may start; None: not before something changes."""
+        ino = inode.ino
+        if ino in self.in_flight or self._superseded.get(ino) == inode.version:
+            return None
+        if inode.is_file and inode.dirty and (inode.tier is None or inode.digest is None):
+            return None  # lost with a tier (`status` counts it), or its digest is on its way
+        key = self._catalog.path(ino)
+        if key is None or self._catalog.journal.blocks(key):
+            return None
+        if inode.is_dir and inode.stored_version and self._has_dirty_children(ino):
+            return None  # its times would be overtaken by what comes into it
+        not_before = max(self._backoff.not_before(ino), self._backoff.not_before(_THE_STORE))
+        wait_s = not_before - time.monotonic()
+        if not (self.hurry or ino in self._urgent):
+            since = max(inode.closed_at or 0.0, inode.ctime_ns / 1e9)
+            wait_s = max(wait_s, min(self._delay_s, since + self._delay_s - time.time()))
+        return wait_s
+
+    def _has_dirty_children(self, ino: int) -> bool:
+        row = self._catalog.db.execute(
+            "SELECT 1 FROM names n JOIN inodes i ON i.ino = n.ino WHERE n.parent = ?"
+            " AND i.version != i.stored_version LIMIT 1",
+            (ino,),
+        ).fetchone()
+        return row is not None
+
+    def _start(self, inode: Inode, nursery: trio.Nursery) -> None:
+        key = self._catalog.path(inode.ino)
+        assert key is not None
+        flight = Flight(key, inode.version, inode.version_size, trio.CancelScope())
+        self.in_flight[inode.ino] = flight
+        nursery.start_soon(self._fly, inode, flight)
+
+    async def _fly(self, inode: Inode, flight: Flight) -> None:
+        ino = inode.ino
+        try:
+            with flight.scope:
+                await self._bring(inode, flight)
+            if flight.scope.cancelled_caught:
+                self._cancelled += 1
+                self._catalog.contents.upload_ended(ino)
+        except SupersededError:
+            self._superseded_count += 1
+            self._superseded[ino] = flight.version
+            self._catalog.contents.upload_ended(ino)
+        except StoreError as error:
+            self.health.failed(error)
+            self._backoff.failed(ino, time.monotonic())
+            if isinstance(error, StoreUnreachableError):
+                self._backoff.failed(_THE_STORE, time.monotonic())
+            log.warning("flush failed", key=flight.key, error=str(error))
+        except OSError as error:  # the tier's file: gone or unreadable
+            self._backoff.failed(ino, time.monotonic())
+            log.error("flush failed", key=flight.key, error=str(error))
+        else:
+            if not flight.scope.cancelled_caught:
+                self._succeeded(ino)
+        finally:
+            self.in_flight.pop(ino, None)
+            self.announce()
+            self.wake()
+
+    def _succeeded(self, ino: int) -> None:
+        if self.health.state == "unreachable":
+            self._backoff.forgive_all()
+        self.health.succeeded()
+        self._backoff.succeeded(_THE_STORE)
+        self._backoff.succeeded(ino)
+        self._urgent.discard(ino)
+        self._catalog.note_stored(ino)
+        for listener in self.on_stored:
+            listener(ino)
+
+    # --- one version -------------------------------------------------------------------------
+
+    async def _bring(self, inode: Inode, flight: Flight) -> None:
+        attributes = attributes_of(inode, self._catalog.xattrs(inode.ino))
+        if not inode.dirty:
+            await self._bring_attributes(inode, flight.key, attributes)
+            return
+        kind = stat.S_IFMT(inode.mode)
+        if kind == stat.S_IFREG:
+            info = await self._bring_file(inode, flight, attributes)
+        elif kind == stat.S_IFDIR:
+            info = await trio.to_thread.run_sync(self._store.put_directory, flight.key, attributes)
+        elif kind == stat.S_IFLNK:
+            target = (inode.target or b"").decode("utf-8", "surrogateescape")
+            info = await trio.to_thread.run_sync(
+                self._store.put_symlink, flight.key, target, attributes
+            )
+        else:
+            self._catalog.contents.kept_here(inode.ino)
+            return
+        self._record(inode, flight, info)
+
+    async def _bring_file(self, inode: Inode, flight: Flight, attributes: Attributes) -> ObjectInfo:
+        tier = self._placement.tier(inode.tier)
+        assert tier is not None
+        self._catalog.contents.upload_began(inode.ino, flight.key)
+        path = tier.path(inode.ino)
+        upload = Upload(
+            key=flight.key,
+            source=str(path),
+            size=inode.version_size,
+            attributes=attributes,
+            mtime_ns=inode.version_mtime_ns,
+            verify=files.has_writers(path),
+        )
+
+        def moved(count: int) -> None:
+            flight.moved += count
+
+        def began(key: str, upload_id: str) -> None:
+            self._catalog.contents.upload_began(inode.ino, key, upload_id)
+
+        done = await self._pool.upload(upload, on_moved=moved, on_began=began)
+        self._stored_files += 1
+        self._stored_bytes += inode.version_size
+        shown = msgspec.structs.replace(attributes, digest=done.digest)
+        return msgspec.structs.replace(done.info, attributes=shown)
+
+    def _record(self, before: Inode, flight: Flight, info: ObjectInfo) -> None:
+        now = self._catalog.find(before.ino)
+        changed = now is not None and (now.mode, now.uid, now.gid) != (
+            before.mode, before.uid, before.gid,
+        )  # fmt: skip
+        if now is not None and now.version == before.version and now.mtime_ns != before.mtime_ns:
+            changed = True
+        self._catalog.contents.stored(
+            before.ino, flight.version, flight.key, info, attributes_changed=changed
+        )
+        if self._store.directory_times_drift:
+            self._catalog.contents.attributes_behind(self._catalog.parent(before.ino))
+
+    async def _bring_attributes(self, inode: Inode, key: str, attributes: Attributes) -> None:
+        kind = Kind.FILE
+        if inode.is_dir:
+            kind = Kind.DIRECTORY
+        elif inode.is_symlink:
+            kind = Kind.SYMLINK
+        info = await trio.to_thread.run_sync(self._store.set_attributes, key, kind, attributes)
+        self._catalog.contents.attributes_stored(inode, info.etag)

@@ -1,0 +1,299 @@
+"""Open files: from the kernel's OPEN to its RELEASE.
+
+Here it is decided whether a file is in passthrough, room is reserved ahead of its writer, and a
+close becomes a version. Bytes are `data.py`'s, names `operations.py`'s.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
+from lmstorfs.checkpoint import Flusher, Versions
+from lmstorfs.dataset import Fetcher
+from lmstorfs.errors import LmstorfsError
+from lmstorfs.fuse.openfile import OpenFile, handle_ino, handle_writable, make_handle
+from lmstorfs.tiers import Placement, Tier, files
+from lmstorfs.tiers.placement import RESERVE_AHEAD_BYTES
+from lmstorfs.units import MIB
+
+log = structlog.get_logger()
+
+_GROWTH_LOOK_S = 0.004  # 40 MiB at 10 GiB/s, far less than is reserved ahead
+_GROWTH_IDLE_S = 0.02
+_RESERVE_STEP_MIN_BYTES = 4 * MIB
+
+
+class LostCopyError(LmstorfsError):
+    """The tier that held the only copy of a version is gone."""
+
+    errno = errno.EIO
+
+
+class OpenFiles:
+    """All files that are open on one mount."""
+
+    def __init__(
+        self,
+        catalog: SqliteCatalog,
+        placement: Placement,
+        versions: Versions,
+        flusher: Flusher,
+        fetcher: Fetcher,
+    ) -> None:
+        self.catalog = catalog
+        self.placement = placement
+        self.versions = versions
+        self.flusher = flusher
+        self.fetcher = fetcher
+        self.passthrough = False
+        """Whether the kernel gives passthrough; set once INIT was answered."""
+        self.close_backing: Callable[[int], None] = lambda backing_id: None
+        self._files: dict[int, OpenFile] = {}
+        self._locks: dict[int, trio.Lock] = {}
+        self._growing = trio.Event()
+
+    # --- what others ask ---------------------------------------------------------------------
+
+    def get(self, ino: int) -> OpenFile | None:
+        """Return the open file of `ino`, or None."""
+        return self._files.get(ino)
+
+    def is_open(self, ino: int) -> bool:
+        """Whether anybody has `ino` open."""
+        return ino in self._files or ino in self._locks
+
+    def writers(self) -> list[OpenFile]:
+        """Return the files that are open for writing."""
+        return [opened for opened in self._files.values() if opened.writers]
+
+    def stat(self, ino: int) -> os.stat_result | None:
+        """Return what the tier shows of a file that is open for writing; else None."""
+        opened = self._files.get(ino)
+        if opened is None or opened.fd is None or not opened.writers:
+            return None
+        return os.fstat(opened.fd)
+
+    # --- open --------------------------------------------------------------------------------
+
+    async def open(self, ino: int, flags: int, *, keep_bits: bool = True) -> int:
+        """Open a file; return its handle.
+
+        `keep_bits`: the opener may keep set-id bits (it is root). Everyone else loses them now,
+        since no passthrough write asks the daemon (the duty that HANDLE_KILLPRIV_V2 brings).
+        """
+        handle = make_handle(ino, flags)
+        lock = self._locks.setdefault(ino, trio.Lock())
+        try:
+            async with lock:
+                inode = self.catalog.get(ino)
+                truncate = bool(flags & os.O_TRUNC) and handle_writable(handle)
+                opened = self._files.get(ino)
+                if opened is None:
+                    opened = await self._load(inode, handle_writable(handle), truncate)
+                    self._files[ino] = opened
+                opened.add(handle)
+                try:
+                    if handle_writable(handle):
+                        self._begin_writing(opened, inode, keep_bits)
+                    if truncate and opened.fd is not None:
+                        os.ftruncate(opened.fd, 0)
+                        opened.written = True
+                except BaseException:
+                    self.release(handle)
+                    raise
+        finally:
+            if not lock.statistics().tasks_waiting and not lock.locked():
+                self._locks.pop(ino, None)
+        self.placement.touched(ino)
+        return handle
+
+    def create(self, inode: Inode, name: bytes, flags: int) -> int:
+        """Open a file that was just made (its row says `writing`); return its handle."""
+        handle = make_handle(inode.ino, flags)
+        opened = self._make(inode, name)
+        opened.written = True
+        opened.add(handle)
+        self._files[inode.ino] = opened
+        self.placement.touched(inode.ino)
+        self._growing.set()
+        return handle
+
+    def home(self, name: bytes) -> tuple[Tier, int]:
+        """Return the tier for a new file of this name, and what to reserve (0: it must wait)."""
+        return self.placement.place(name) or (self.placement.tiers[0], 0)
+
+    def _make(self, inode: Inode, name: bytes) -> OpenFile:
+        tier = self.placement.tier(inode.tier)
+        assert tier is not None
+        _, wanted = self.home(name)
+        fd = tier.open(inode.ino, create=True)
+        reserved = wanted > 0 and self.placement.reserve(tier, inode.ino, fd, wanted)
+        return OpenFile(inode.ino, name, fd, tier, passthrough=self.passthrough and reserved)
+
+    async def _load(self, inode: Inode, writable: bool, truncate: bool) -> OpenFile:
+        name = self.catalog.path(inode.ino) or ""
+        base = os.fsencode(name.rpartition("/")[2])
+        tier = self.placement.tier(inode.tier)
+        if tier is None and (truncate or inode.size == 0):
+            tier, _ = self.home(base)
+            self.catalog.contents.set_tier(inode.ino, tier.name)
+            return self._make(self.catalog.get(inode.ino), base)
+        if tier is None:
+            tier = await self._bring_here(inode)
+        if tier is None:
+            if writable:
+                raise NamespaceError(errno.ENOSPC, f"no tier has room for {name}")
+            return OpenFile(inode.ino, base, None, None, passthrough=False)
+        try:
+            fd = tier.open(inode.ino)
+        except FileNotFoundError as error:
+            raise LostCopyError(f"{name}: its copy in {tier.name} is gone") from error
+        return OpenFile(inode.ino, base, fd, tier, passthrough=self.passthrough)
+
+    async def _bring_here(self, inode: Inode) -> Tier | None:
+        if inode.dirty or inode.stored_key is None:
+            raise LostCopyError(f"{self.catalog.path(inode.ino)}: its only copy was lost")
+        return await self.fetcher.fetch(inode)
+
+    def _begin_writing(self, opened: OpenFile, inode: Inode, keep_bits: bool) -> None:
+        assert opened.tier is not None
+        assert opened.fd is not None
+        if opened.writers == 1:
+            self.catalog.contents.begin_writing(inode.ino, opened.tier.name)
+        if not keep_bits and inode.mode & (stat.S_ISUID | stat.S_ISGID):
+            self.catalog.set_attributes(inode.ino, mode=inode.mode & ~(stat.S_ISUID | stat.S_ISGID))
+        size = os.fstat(opened.fd).st_size
+        wanted = size + (self.placement.expect(opened.name) or RESERVE_AHEAD_BYTES) // 4
+        ahead = self._extend(opened, size, wanted)
+        if not ahead and opened.count == 1:
+            opened.passthrough = False  # it must wait for room, and only we can make it wait
+        self._growing.set()
+
+    # --- growth ------------------------------------------------------------------------------
+
+    async def watch_growth(self) -> None:
+        """Keep the reservation ahead of every passthrough writer, until cancelled."""
+        while True:
+            writers = [file for file in self.writers() if file.passthrough]
+            if not writers:
+                self._growing = trio.Event()
+                await self._growing.wait()
+                continue
+            grew = [self._keep_ahead(file) for file in writers]
+            await trio.sleep(_GROWTH_LOOK_S if any(grew) else _GROWTH_IDLE_S)
+
+    def _keep_ahead(self, opened: OpenFile) -> bool:
+        assert opened.fd is not None
+        assert opened.tier is not None
+        size = os.fstat(opened.fd).st_size
+        grew = size > opened.last_size
+        opened.last_size = size
+        if grew and opened.tier.held(opened.ino) - size < RESERVE_AHEAD_BYTES // 2:
+            self._extend(opened, size, size + RESERVE_AHEAD_BYTES)
+        return grew
+
+    def _extend(self, opened: OpenFile, size: int, end: int) -> bool:
+        """Reserve up to `end`, or as much of it as there is room for; False: nothing."""
+        assert opened.fd is not None
+        assert opened.tier is not None
+        while end - size >= _RESERVE_STEP_MIN_BYTES:
+            if self.placement.reserve(opened.tier, opened.ino, opened.fd, end):
+                return True
+            end = size + (end - size) // 2
+        return opened.tier.held(opened.ino) > size
+
+    # --- close -------------------------------------------------------------------------------
+
+    def flush(self, handle: int) -> None:
+        """A descriptor was closed: vouch for what the tier holds, before close(2) returns."""
+        opened = self._files.get(handle_ino(handle))
+        if opened is None or opened.fd is None or not handle_writable(handle):
+            return
+        found = os.fstat(opened.fd)
+        self.catalog.contents.seal(opened.ino, found.st_size, found.st_mtime_ns)
+
+    def release(self, handle: int) -> None:
+        """The kernel is done with an open: the last writer's makes a version."""
+        opened = self._files.get(handle_ino(handle))
+        if opened is None:
+            return
+        opened.remove(handle)
+        if handle_writable(handle) and not opened.writers:
+            self._end_writing(opened)
+        if opened.count == 0:
+            del self._files[opened.ino]
+            self._close(opened)
+
+    def _end_writing(self, opened: OpenFile) -> None:
+        assert opened.fd is not None
+        assert opened.tier is not None
+        inode = self.catalog.find(opened.ino)
+        if inode is None or inode.nlink == 0:
+            return
+        size = opened.tier.settle(opened.ino, opened.fd)
+        mtime_ns = os.fstat(opened.fd).st_mtime_ns
+        self.placement.learn(opened.name, size)
+        if opened.written or self._differs(inode, size, mtime_ns):
+            self.versions.close(opened.ino, size, mtime_ns, writing=False)
+        else:
+            self.catalog.contents.end_writing(opened.ino)
+        opened.written = False
+        self.flusher.wake()
+
+    def _differs(self, inode: Inode, size: int, mtime_ns: int) -> bool:
+        """Whether the tier's file moved on since the newest version was closed."""
+        known = (inode.version_size, inode.version_mtime_ns)
+        return inode.version == 0 or (size, mtime_ns) != known
+
+    def set_times(self, inode: Inode, atime_ns: int, mtime_ns: int) -> None:
+        """Do what utimensat(2) asks. The tier's file has the same mtime: it tells of writes."""
+        opened = self._files.get(inode.ino)
+        tier = self.placement.tier(inode.tier)
+        of_version = not inode.writing
+        if opened is not None and opened.fd is not None:
+            found = os.fstat(opened.fd)
+            if opened.writers:
+                if self._differs(inode, found.st_size, found.st_mtime_ns):
+                    opened.written = True  # the time that told of it is about to be set back
+                of_version = not opened.written
+            os.utime(opened.fd, ns=(atime_ns, mtime_ns))
+        elif tier is not None:
+            os.utime(tier.path(inode.ino), ns=(atime_ns, mtime_ns))
+        self.catalog.contents.set_times(inode.ino, atime_ns, mtime_ns, of_version=of_version)
+
+    def _close(self, opened: OpenFile) -> None:
+        if opened.backing_id is not None:
+            self.close_backing(opened.backing_id)
+        if opened.fd is not None:
+            os.close(opened.fd)
+        inode = self.catalog.find(opened.ino)
+        if inode is None or inode.nlink == 0:
+            if opened.tier is not None:
+                self.placement.drop(opened.ino, opened.tier.name)
+            self.catalog.purge(opened.ino)
+            self.flusher.announce()
+            return
+        if opened.mappable and opened.tier is not None:
+            path = opened.tier.path(opened.ino)
+            if files.has_writers(path):
+                self.versions.mapped(opened.ino)
+        self.placement.touched(opened.ino)
+
+    async def fsync(self, handle: int) -> None:
+        """Make what the handle's file holds a version, and wait for its second copy."""
+        ino = handle_ino(handle)
+        inode = self.catalog.find(ino)
+        opened = self._files.get(ino)
+        if inode is None or inode.nlink == 0:
+            return  # unlinked: there is no name under which a copy could be found
+        found = self.stat(ino)
+        changed = False
+        if found is not None and opened is not None:
+            changed = opened.written or self._differs(inode, found.st_size, found.st_mtime_ns)
+            opened.written = False
+        await self.versions.fsync(inode, found, changed=changed)

@@ -1,0 +1,78 @@
+"""One inode that is open on the mount, and the number that names an open to the kernel.
+
+The kernel's rule: all opens of one inode at one time are in passthrough with the same backing
+id, or none is. So all that the opens share lives here, by inode, and is gone after the last
+RELEASE.
+"""
+
+import os
+
+from lmstorfs.tiers import Tier
+
+_WRITABLE = 1
+_MAPPABLE = 2
+_BITS = 3
+
+
+def make_handle(ino: int, flags: int) -> int:
+    """Return the handle for an open with these flags: a daemon that comes later can read it."""
+    access = flags & os.O_ACCMODE
+    bits = _WRITABLE * (access != os.O_RDONLY) | _MAPPABLE * (access == os.O_RDWR)
+    return ino << _BITS | bits
+
+
+def handle_ino(handle: int) -> int:
+    """Return the inode that a handle names."""
+    return handle >> _BITS
+
+
+def handle_writable(handle: int) -> bool:
+    """Whether the handle may write."""
+    return bool(handle & _WRITABLE)
+
+
+def handle_mappable(handle: int) -> bool:
+    """Whether its holder may have mapped the file shared and writable (opened O_RDWR)."""
+    return bool(handle & _MAPPABLE)
+
+
+class OpenFile:
+    """What all opens of one inode share."""
+
+    def __init__(
+        self, ino: int, name: bytes, fd: int | None, tier: Tier | None, *, passthrough: bool
+    ) -> None:
+        self.ino = ino
+        self.name = name
+        self.fd = fd
+        """The tier's file; None where it is in no tier and reads go to the store."""
+        self.tier = tier
+        self.passthrough = passthrough
+        self.backing_id: int | None = None
+        self.readers = 0
+        self.writers = 0
+        self.written = False
+        """Whether the content may differ from the newest version in ways that stat hides."""
+        self.mappable = False
+        self.last_size = 0
+        """Size when the reservation was looked after last."""
+
+    @property
+    def count(self) -> int:
+        """Opens that are not released yet."""
+        return self.readers + self.writers
+
+    def add(self, handle: int) -> None:
+        """One more open."""
+        if handle_writable(handle):
+            self.writers += 1
+            self.mappable |= handle_mappable(handle)
+        else:
+            self.readers += 1
+
+    def remove(self, handle: int) -> None:
+        """One open less."""
+        if handle_writable(handle):
+            self.writers -= 1
+        else:
+            self.readers -= 1
