@@ -82,6 +82,8 @@ class ControlServer:
             await self._answer(stream)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             pass  # the client went away; nobody is left to be told
+        except Exception as error:  # noqa: BLE001 - one client's trouble must not end the daemon
+            _log_failure(error)
         finally:
             self._clients -= 1
             self._served += 1
@@ -98,11 +100,11 @@ class ControlServer:
         await _Exchange(stream, handler, request).run()
 
     def _handler_for(self, request: dict[str, Any]) -> Handler:
-        handler = self._handlers.get(request.get("op", ""))
-        if handler is None:
+        op = request.get("op")
+        if not isinstance(op, str) or op not in self._handlers:
             known = ", ".join(sorted(self._handlers))
-            raise UsageError(f"the daemon knows no operation '{request.get('op')}'; it has {known}")
-        return handler
+            raise UsageError(f"the daemon knows no operation '{op}'; it has {known}")
+        return self._handlers[op]
 
 
 class _Exchange:

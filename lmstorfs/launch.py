@@ -133,6 +133,12 @@ def start(config: MountConfig, *, foreground: bool) -> tuple[Ready, "Keeper"]:
             raise
 
 
+def keeper_command(state: Path, ready_fd: int) -> list[str]:
+    """Return the command line of the keeper."""
+    command = [sys.executable, "-m", "lmstorfs.keeper"]
+    return [*command, "--state", str(state), "--ready-fd", str(ready_fd)]
+
+
 class Keeper:
     """The keeper process, as the command that started it sees it."""
 
@@ -150,8 +156,7 @@ class Keeper:
         self._ready_fd = read_end
 
     def _spawn(self, write_end: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", "lmstorfs.keeper"]
-        command += ["--state", str(self._state), "--ready-fd", str(write_end)]
+        command = keeper_command(self._state, write_end)
         if self._foreground:  # its own group: Ctrl-C reaches it once, forwarded
             return subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[write_end], process_group=0

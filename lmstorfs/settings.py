@@ -219,8 +219,11 @@ def from_file(path: Path, mountpoint: str) -> dict[str, Given]:
     for name in tables:
         if name != "mount":
             raise UsageError(f'{path}: there is no table {name}; write [mount."/ckpt"]')
+    mounts = tables.get("mount", {})
+    if not isinstance(mounts, dict):
+        raise UsageError(f'{path}: mount is no table; write [mount."/ckpt"]')
     found: dict[str, Given] = {}
-    for target, table in dict(tables.get("mount", {})).items():
+    for target, table in mounts.items():
         given = _from_table(f'{path} [mount."{target}"]', table)
         if os.path.realpath(target) == mountpoint:
             found = given

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 from lmstorfs import host
 from lmstorfs.config import PARTS, MountConfig
@@ -143,7 +144,9 @@ def _check_ssd(config: MountConfig) -> None:
 
 def store_directory(config: MountConfig) -> Path | None:
     """Return the directory of a directory store, None for another kind."""
-    url = config.store.url.removeprefix("file://")
+    url = config.store.url
+    if url.startswith("file://"):
+        url = unquote(urlsplit(url).path)
     return Path(os.path.realpath(url)) if url.startswith("/") else None
 
 
