@@ -43,7 +43,14 @@ class ControlServer:
         self._path = path
         self._handlers = handlers
         self._clients = 0
+        self._left = trio.Event()
         self._served = 0
+
+    async def idle(self) -> None:
+        """Return when no client is connected."""
+        while self._clients:
+            self._left = trio.Event()
+            await self._left.wait()
 
     def statistics(self) -> dict[str, int]:
         """Return how many clients are connected and how many were served."""
@@ -86,13 +93,14 @@ class ControlServer:
             _log_failure(error)
         finally:
             self._clients -= 1
+            self._left.set()
             self._served += 1
             await trio.aclose_forcefully(stream)
 
     async def _answer(self, stream: trio.SocketStream) -> None:
         try:
-            _require_own_user(stream)
             request = await _receive_request(stream)
+            _require_own_user(stream)  # only now: a close before reading would lose the answer
             handler = self._handler_for(request)
         except LmstorfsError as error:
             await stream.send_all(encode_line(_error_reply(error)))

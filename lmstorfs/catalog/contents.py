@@ -15,7 +15,8 @@ from lmstorfs.store.store import ObjectInfo
 
 # The words of the partial index, so that SQLite uses it.
 _BEHIND = "(version != stored_version OR attrs_dirty)"
-_FLUSHABLE = f"{_BEHIND} AND nlink > 0 AND (sealed OR NOT writing)"
+_HERE = "(tier IS NOT NULL OR (mode & 61440) != 32768 OR version = stored_version)"
+_FLUSHABLE = f"{_BEHIND} AND nlink > 0 AND (sealed OR NOT writing) AND {_HERE}"
 
 
 class Contents:
@@ -106,6 +107,15 @@ class Contents:
             f" MIN(closed_at) FROM inodes WHERE {_FLUSHABLE}"
         ).fetchone()
         return Pending(int(row[0]), int(row[1]), row[2])
+
+    def dirty_bytes(self, tier: str) -> int:
+        """Return the bytes in a tier that the store does not hold yet."""
+        row = self._db.execute(
+            "SELECT TOTAL(size) FROM inodes WHERE tier = ? AND nlink > 0"
+            " AND (version != stored_version OR writing)",
+            (tier,),
+        ).fetchone()
+        return int(row[0])
 
     def torn(self) -> list[Inode]:
         """Return the files that are being written, or were when a daemon died."""

@@ -53,7 +53,7 @@ def handler(
             log.exception("operation failed", op=method.__name__)
             raise pyfuse3.FUSEError(errno.EIO) from error
 
-    return wrapper
+    return wrapper  # type: ignore[return-value]  # mypy sees a class of functools here
 
 
 class Operations(pyfuse3.Operations):

@@ -79,7 +79,7 @@ class Tier:
         """Nobody writes any more: give back what was reserved beyond the size; return the size."""
         size = os.fstat(fd).st_size
         files.cut_reservation(fd, self._held.get(ino, 0))
-        self.hold(ino, size)
+        self.hold(ino, os.fstat(fd).st_blocks * 512)  # a sparse file takes less than its size
         return size
 
     def drop(self, ino: int) -> None:
@@ -92,7 +92,7 @@ class Tier:
         with os.scandir(self.directory) as found:
             for entry in found:
                 if entry.name.isdecimal():
-                    self.hold(int(entry.name), entry.stat().st_size)
+                    self.hold(int(entry.name), entry.stat().st_blocks * 512)
                     yield int(entry.name)
 
     def statistics(self) -> TierStatistics:

@@ -1,0 +1,107 @@
+"""Adopting: taking over what an earlier daemon left in the tiers and the catalog.
+
+After a crash the catalog says which contents some close or fsync vouched for (`sealed`, with size
+and mtime), and the tiers show what is really there. Where both agree the content is whole and is
+flushed; where they do not, somebody was in the middle of a write: the file stays readable as it
+is, as on a local disk, and never goes to the store.
+
+Every step may be repeated: a crash while adopting is adopted again.
+"""
+
+import os
+
+import msgspec
+import structlog
+
+from lmstorfs.catalog import Inode, SqliteCatalog
+from lmstorfs.checkpoint.versions import Versions
+from lmstorfs.tiers import Placement, Tier, files
+
+log = structlog.get_logger()
+
+_BEYOND_BYTES = 1 << 40  # further than any reservation reaches
+
+
+class Adopted(msgspec.Struct, kw_only=True):
+    """What was found."""
+
+    files: int = 0
+    """Files whose content is in a tier and whole."""
+    dropped: int = 0
+    """Tier files that nobody needs any more."""
+    torn: list[str] = []
+    """Paths of files that were being written when the daemon died."""
+    lost: list[str] = []
+    """Paths of files whose only copy was in a tier that is gone."""
+
+
+def adopt(catalog: SqliteCatalog, placement: Placement, versions: Versions) -> Adopted:
+    """Bring catalog and tiers to agree; start the digests of what will be flushed."""
+    result = Adopted()
+    for ino in catalog.orphans():
+        catalog.purge(ino)
+    for tier in placement.tiers:
+        _adopt_tier(catalog, tier, result)
+    for inode in catalog.contents.torn():
+        _adopt_writing(catalog, placement, versions, inode, result)
+    for inode in catalog.db.inodes("WHERE version != stored_version AND digest IS NULL"):
+        if inode.is_file and inode.tier is not None and not inode.torn:
+            versions.digest_soon(inode.ino, inode.version)
+    log.info(
+        "adopted", files=result.files, dropped=result.dropped, torn=len(result.torn),
+        lost=len(result.lost),
+    )  # fmt: skip
+    return result
+
+
+def _adopt_tier(catalog: SqliteCatalog, tier: Tier, result: Adopted) -> None:
+    found = set(tier.scan())
+    claimed = catalog.db.inodes("WHERE tier = ?", (tier.name,))
+    known = {inode.ino for inode in claimed}
+    for ino in found - known:
+        tier.drop(ino)
+        result.dropped += 1
+    for inode in claimed:
+        if inode.ino in found:
+            result.files += 1
+        else:
+            _without_copy(catalog, inode, result)
+
+
+def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted) -> None:
+    """The tier lost the file: what the store has of it serves, or it is named as lost."""
+    catalog.contents.set_tier(inode.ino, None)
+    if inode.writing:
+        catalog.contents.end_writing(inode.ino)
+    if inode.version and not inode.dirty:
+        return
+    path = catalog.path(inode.ino) or f"inode {inode.ino}"
+    result.lost.append(path)
+    log.error("the only copy was lost with its tier", path=path)
+
+
+def _adopt_writing(
+    catalog: SqliteCatalog,
+    placement: Placement,
+    versions: Versions,
+    inode: Inode,
+    result: Adopted,
+) -> None:
+    tier = placement.tier(inode.tier)
+    if tier is None:
+        return
+    fd = tier.open(inode.ino)
+    try:
+        files.cut_reservation(fd, os.fstat(fd).st_size + _BEYOND_BYTES)
+        tier.hold(inode.ino, os.fstat(fd).st_blocks * 512)
+        found = os.fstat(fd)
+    finally:
+        os.close(fd)
+    size, mtime_ns = found.st_size, found.st_mtime_ns
+    if inode.version and (size, mtime_ns) == (inode.version_size, inode.version_mtime_ns):
+        catalog.contents.end_writing(inode.ino)
+    elif inode.sealed and (size, mtime_ns) == (inode.size, inode.mtime_ns):
+        versions.close(inode.ino, size, mtime_ns, writing=False)
+    else:
+        catalog.contents.doubt(inode.ino)
+        result.torn.append(catalog.path(inode.ino) or f"inode {inode.ino}")

@@ -1,0 +1,355 @@
+"""The daemon of one mount: composes catalog, tiers, store, flusher and FUSE in one trio nursery.
+
+It ends when the kernel is done with the mount (`umount`, `lmstorfs unmount`, a signal): then
+what is dirty is brought to the store, and only with nothing left its exit code lets the keeper
+give the RAM tier back.
+"""
+
+import argparse
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pyfuse3
+import structlog
+import trio
+
+from lmstorfs import __version__, mounts
+from lmstorfs.catalog import Merger, SqliteCatalog
+from lmstorfs.checkpoint import Flusher, NameSync, Versions
+from lmstorfs.checkpoint.recovery import Adopted, adopt
+from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
+from lmstorfs.control import ControlServer, Progress
+from lmstorfs.dataset import Fetcher
+from lmstorfs.draining import Drainer
+from lmstorfs.errors import LmstorfsError, SetupError
+from lmstorfs.fuse.channel import Channel
+from lmstorfs.fuse.data import DataPath
+from lmstorfs.fuse.handles import OpenFiles
+from lmstorfs.fuse.mounting import unmount_fuse
+from lmstorfs.fuse.operations import Operations
+from lmstorfs.fuse.refresh import Refresher
+from lmstorfs.fuse.space import SpaceReport
+from lmstorfs.logs import configure
+from lmstorfs.report import Report
+from lmstorfs.store import open_store
+from lmstorfs.store.pool import WorkerPool
+from lmstorfs.tiers import Placement, Tier
+
+log = structlog.get_logger()
+
+EXIT_NOTHING_LEFT = 0
+EXIT_FAILED = 1
+EXIT_DIRTY_LEFT = 3
+# An fsync that waits for the store holds one of pyfuse3's tasks; nobody else may wait for it.
+_FUSE_TASKS_MAX = 4096
+_OPEN_FILES_MAX = 1 << 20
+_REPLY_SENT_S = 5.0
+
+
+class Daemon:
+    """All parts of one mount, made and wired in one place."""
+
+    def __init__(self, config: MountConfig, device_fd: int) -> None:
+        self.config = config
+        self.catalog = SqliteCatalog(config.state / PARTS["catalog"])
+        self.store = open_store(config.store)
+        self.pool = WorkerPool(config.store, config.workers)
+        self.placement = Placement(_tiers(config), self.catalog, self._is_open)
+        self.flusher = Flusher(
+            self.catalog, self.placement, self.store, self.pool, delay_s=config.flush_delay_s
+        )
+        self.names = NameSync(self.catalog, self.store, self.flusher)
+        self.versions = Versions(
+            self.catalog,
+            self.placement,
+            self.flusher,
+            fsync=config.fsync,
+            fsync_timeout_s=config.fsync_timeout_s,
+        )
+        self.fetcher = Fetcher(
+            self.catalog,
+            self.placement,
+            self.store,
+            self.pool,
+            read_timeout_s=config.read_timeout_s,
+        )
+        self.opened = OpenFiles(
+            self.catalog, self.placement, self.versions, self.flusher, self.fetcher
+        )
+        self.refresher = Refresher(
+            self.catalog,
+            Merger(self.catalog, self._is_open),
+            self.placement,
+            self.store,
+            self.flusher.health,
+            attr_timeout_s=config.attr_timeout_s,
+            read_timeout_s=config.read_timeout_s,
+        )
+        wanted = config.data_path == "auto" and os.geteuid() == 0
+        self.channel = Channel(device_fd, DataPath(self.opened), passthrough=wanted)
+        self.opened.close_backing = self.channel.backing_close
+        self.drainer = Drainer(self.catalog, self.flusher)
+        self.report = self._make_report(Adopted())
+        self._drain_at_end = True
+        self._signals = 0
+
+    def _is_open(self, ino: int) -> bool:
+        return self.opened.is_open(ino)
+
+    def _make_report(self, adopted: Adopted) -> Report:
+        return Report(
+            self.config,
+            self.catalog,
+            self.placement,
+            self.flusher,
+            self.fetcher,
+            self.opened,
+            adopted,
+        )
+
+    # --- life --------------------------------------------------------------------------------
+
+    async def run(self, ready_fd: int) -> int:
+        """Serve the mount until it is gone; return the exit code."""
+        self.report = self._make_report(adopt(self.catalog, self.placement, self.versions))
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self.pool.run)
+            for part in (self.flusher, self.names, self.versions, self.refresher):
+                nursery.start_soon(part.run)
+            nursery.start_soon(self.opened.watch_growth)
+            nursery.start_soon(self._abort_old_uploads)
+            nursery.start_soon(self._watch_signals)
+            served = trio.Event()
+            nursery.start_soon(self._serve_kernel, served)
+            await self.channel.initialised.wait()
+            self._settle_data_path()
+            control = ControlServer(self.config.state / PARTS["socket"], self._handlers())
+            await nursery.start(control.run)
+            mounts.register(self.config, os.getpid())
+            self._say_ready(ready_fd)
+            await served.wait()
+            left = await self._finish()
+            with trio.move_on_after(_REPLY_SENT_S):  # whoever asked for the unmount is told
+                await control.idle()
+            nursery.cancel_scope.cancel()
+        mounts.unregister(self.config)
+        self.catalog.close()
+        self.store.close()
+        return EXIT_DIRTY_LEFT if left else EXIT_NOTHING_LEFT
+
+    async def _serve_kernel(self, served: trio.Event) -> None:
+        operations = Operations(
+            self.catalog,
+            self.opened,
+            self.refresher,
+            self.names,
+            SpaceReport(self.store),
+            attr_timeout_s=self.config.attr_timeout_s,
+            read_only=self.config.read_only,
+        )
+        pyfuse3.init(operations, self.channel.mountpoint, set())
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(pyfuse3.main, 1, _FUSE_TASKS_MAX)
+            await self.channel.run()
+            nursery.cancel_scope.cancel()
+        pyfuse3.close(unmount=False)
+        self.channel.close()
+        served.set()
+
+    def _settle_data_path(self) -> None:
+        reason = None
+        if self.config.data_path == "userspace":
+            reason = "asked for by -o data_path=userspace"
+        elif os.geteuid() != 0:
+            reason = "passthrough needs root (CAP_SYS_ADMIN)"
+        elif not self.channel.passthrough:
+            reason = f"kernel {os.uname().release} has no FUSE passthrough (6.9 and newer have)"
+        else:
+            reason = self._refused()
+        self.opened.passthrough = self.channel.passthrough = reason is None
+        self.report.data_path = "userspace" if reason else "passthrough"
+        self.report.data_path_reason = reason
+
+    def _refused(self) -> str | None:
+        """Try passthrough with a file of the RAM tier; return why it is not to be had."""
+        probe = self.placement.tiers[0].directory / "probe"
+        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self.channel.backing_close(self.channel.backing_open(fd))
+        except OSError as error:
+            return f"the kernel refused passthrough: {error.strerror}"
+        finally:
+            os.close(fd)
+            probe.unlink()
+        return None
+
+    def _say_ready(self, ready_fd: int) -> None:
+        answer = {
+            "ready": True,
+            "data_path": self.report.data_path,
+            "reason": self.report.data_path_reason,
+        }
+        os.write(ready_fd, json.dumps(answer).encode() + b"\n")
+        os.close(ready_fd)
+        log.info("mounted", mountpoint=self.config.mountpoint, data_path=self.report.data_path)
+
+    async def _abort_old_uploads(self) -> None:
+        """Drop the multipart uploads that an earlier daemon left in the air."""
+        for ino, key, upload_id in self.catalog.contents.uploads():
+            if ino in self.flusher.in_flight or upload_id is None:
+                continue
+            try:
+                await trio.to_thread.run_sync(self.store.abort_upload, key, upload_id)
+            except LmstorfsError as error:
+                log.warning("old upload not aborted", key=key, error=str(error))
+            else:
+                self.catalog.contents.upload_ended(ino)
+
+    async def _finish(self) -> bool:
+        """Bring what is dirty to the store, if that is wanted; return whether anything is left."""
+        self.report.state = "draining"
+        self.flusher.hurry = True
+        self.flusher.wake()
+        while self._drain_at_end and self._left():
+            await self.drainer.drain([], _nobody)
+        torn = self.report.torn()
+        if torn:
+            log.warning("never closed, and not in the store", files=torn)
+        left = self._left()
+        log.info("unmounted", left=left)
+        return left > 0
+
+    def _left(self) -> int:
+        return self.catalog.contents.pending().files + len(self.catalog.journal)
+
+    # --- signals -----------------------------------------------------------------------------
+
+    async def _watch_signals(self) -> None:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            async for number in signals:
+                self._signals += 1
+                log.info("signal", number=number)
+                if self._signals > 1:  # asked twice: the dirty data waits in the tiers
+                    self._drain_at_end = False
+                    self.flusher.announce()
+                await self._drain_and_unmount(drain=self._signals == 1, lazy=True)
+
+    async def _drain_and_unmount(self, *, drain: bool, lazy: bool) -> None:
+        self.report.state = "draining"
+        if drain:
+            await self.drainer.drain([], _nobody)
+        await trio.to_thread.run_sync(
+            lambda: unmount_fuse(self.config.mountpoint, lazy=lazy), abandon_on_cancel=True
+        )
+
+    # --- control -----------------------------------------------------------------------------
+
+    def _handlers(self) -> dict[str, Any]:
+        return {
+            "status": self._status,
+            "checkpoints": self._checkpoints,
+            "sync": self._sync,
+            "unmount": self._unmount,
+        }
+
+    async def _status(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        return self.report.status(os.getpid(), __version__)
+
+    async def _checkpoints(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        return {"checkpoints": self.report.checkpoints()}
+
+    async def _sync(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        paths = [_relative(path, self.config.mountpoint) for path in request.get("paths", [])]
+        return dict(msgspec.to_builtins(await self.drainer.drain(paths, progress)))
+
+    async def _catch_up(self) -> None:
+        """Let the requests that the kernel queued before this one come first (a RELEASE)."""
+        await trio.to_thread.run_sync(os.statvfs, self.config.mountpoint, abandon_on_cancel=True)
+
+    async def _unmount(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        drain = bool(request.get("drain", True))
+        self.report.state = "draining"
+        try:
+            if drain:
+                await self._catch_up()
+                await self.drainer.drain([], progress)
+            self._drain_at_end = drain
+            await trio.to_thread.run_sync(
+                lambda: unmount_fuse(self.config.mountpoint, lazy=False), abandon_on_cancel=True
+            )
+        except OSError as error:
+            raise SetupError(_busy(self.config.mountpoint, error)) from error
+        finally:
+            self.report.state = "ready"
+        return {"unmounted": True, "torn": self.report.torn()}
+
+
+async def _nobody(state: dict[str, Any]) -> None:
+    """Take progress that nobody watches."""
+
+
+def _tiers(config: MountConfig) -> list[Tier]:
+    tiers = [Tier("ram", config.state / PARTS["ram"], config.ram_bytes)]
+    for number, ssd in enumerate(config.ssd):
+        directory = Path(ssd.path) / f"lmstorfs-{mount_name(config.mountpoint)}"
+        directory.mkdir(mode=0o700, exist_ok=True)
+        tiers.append(Tier(f"ssd{number}", directory, ssd.budget_bytes))
+    return tiers
+
+
+def _relative(path: str, mountpoint: str) -> str:
+    relative = os.path.relpath(path, mountpoint)
+    if relative == ".." or relative.startswith("../"):
+        raise SetupError(f"{path} is not below {mountpoint}")
+    return "" if relative == "." else relative
+
+
+def _busy(mountpoint: str, error: OSError) -> str:
+    users = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and _uses(process, mountpoint):
+            users.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
+    who = f"; in use by {', '.join(users)}" if users else ""
+    return f"{mountpoint} cannot be unmounted: {error.strerror}{who}; stop them and try again"
+
+
+def _uses(process: Path, mountpoint: str) -> bool:
+    links = [process / "cwd", process / "root"]
+    try:
+        links += (process / "fd").iterdir()
+        targets = [str(link.readlink()) for link in links]
+    except OSError:
+        return False  # it ended meanwhile
+    return any(target == mountpoint or target.startswith(mountpoint + "/") for target in targets)
+
+
+def main() -> int:
+    """Run the daemon that the keeper asked for."""
+    parser = argparse.ArgumentParser(prog="lmstorfs-daemon")
+    parser.add_argument("--state", type=Path, required=True)
+    parser.add_argument("--device-fd", type=int, required=True)
+    parser.add_argument("--ready-fd", type=int, required=True)
+    args = parser.parse_args()
+    for fd in (args.device_fd, args.ready_fd):
+        os.set_inheritable(fd, False)
+    config = read_config(args.state)
+    configure(config.log_level)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    most = min(limit, _OPEN_FILES_MAX) if limit != resource.RLIM_INFINITY else _OPEN_FILES_MAX
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
+    try:
+        return trio.run(Daemon(config, args.device_fd).run, args.ready_fd)
+    except LmstorfsError as error:
+        os.write(args.ready_fd, json.dumps({"error": str(error), "exit_code": 1}).encode() + b"\n")
+        return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,95 @@
+"""Bringing what is dirty to the store, with somebody waiting: `sync` and `unmount`."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import trio
+
+from lmstorfs.catalog import Inode, SqliteCatalog
+from lmstorfs.checkpoint import Flusher
+from lmstorfs.errors import SetupError
+
+Progress = Callable[[dict[str, Any]], Awaitable[None]]
+_TELL_S = 0.1
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """What was brought."""
+
+    files: int
+    bytes: int
+
+
+class Drainer:
+    """Waits for the flusher on behalf of people."""
+
+    def __init__(self, catalog: SqliteCatalog, flusher: Flusher) -> None:
+        self._catalog = catalog
+        self._flusher = flusher
+
+    def targets(self, paths: list[str]) -> dict[int, Inode]:
+        """Return what is dirty now at and below `paths` (relative to the mount point).
+
+        No paths means everything. Raises `SetupError` for a path that is not there.
+        """
+        dirty = {inode.ino: inode for inode in self._catalog.contents.dirty(-1) if inode.ino != 1}
+        if not paths or "" in paths:
+            return dirty
+        chosen: dict[int, Inode] = {}
+        for path in paths:
+            inode = self._catalog.resolve(path)
+            if inode is None:
+                raise SetupError(f"there is no {path} in this mount")
+            wanted = [inode, *self._catalog.below(inode.ino)] if inode.is_dir else [inode]
+            chosen |= {row.ino: dirty[row.ino] for row in wanted if row.ino in dirty}
+        return chosen
+
+    async def drain(self, paths: list[str], progress: Progress) -> Drained:
+        """Return when the store has all that is dirty now; later writes are not waited for."""
+        targets = self.targets(paths)
+        everything = not paths or "" in paths
+        total = sum(_bytes(inode) for inode in targets.values())
+        for ino in targets:
+            self._flusher.urgent(ino)
+        while True:
+            waiting = {ino for ino, inode in targets.items() if not self._done(inode)}
+            names_left = len(self._catalog.journal) if everything else 0
+            await progress(self._told(targets, waiting, total, names_left))
+            if not waiting and not names_left:
+                return Drained(files=len(targets), bytes=total)
+            with trio.move_on_after(_TELL_S):
+                await self._flusher.changed()
+
+    def _done(self, target: Inode) -> bool:
+        """Whether the store has this version or a newer one, or nobody wants it any more."""
+        now = self._catalog.find(target.ino)
+        if now is None or now.nlink == 0 or now.torn:
+            return True
+        if now.attrs_dirty and not target.dirty:
+            return now.ctime_ns != target.ctime_ns
+        return now.stored_version >= target.version or (now.tier is None and now.is_file)
+
+    def _told(
+        self, targets: dict[int, Inode], waiting: set[int], total: int, names_left: int
+    ) -> dict[str, Any]:
+        left = sum(_bytes(targets[ino]) for ino in waiting)
+        moved = sum(
+            min(flight.moved, flight.size)
+            for ino, flight in self._flusher.in_flight.items()
+            if ino in waiting
+        )
+        flights = [f.key for ino, f in self._flusher.in_flight.items() if ino in waiting]
+        return {
+            "done_bytes": min(total, max(0, total - left + moved)),
+            "total_bytes": total,
+            "done_files": len(targets) - len(waiting),
+            "total_files": len(targets),
+            "current": flights[0] if flights else None,
+            "reason": self._flusher.health.degraded_reason,
+            "names_left": names_left,
+        }
+
+
+def _bytes(inode: Inode) -> int:
+    return inode.version_size if inode.dirty else 0

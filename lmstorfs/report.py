@@ -1,0 +1,143 @@
+"""What `status` and `checkpoints` say: read from the parts' own statistics, never kept twice."""
+
+import time
+from typing import Any
+
+import msgspec
+
+from lmstorfs.catalog import SqliteCatalog
+from lmstorfs.checkpoint import Checkpoint, Flusher, checkpoints
+from lmstorfs.checkpoint.recovery import Adopted
+from lmstorfs.config import PARTS, MountConfig
+from lmstorfs.dataset import Fetcher
+from lmstorfs.fuse.handles import OpenFiles
+from lmstorfs.tiers import Placement, Tier
+
+_RECENT_FILES = 5000  # enough for the newest checkpoints, and bounded whatever the mount holds
+
+
+class Report:
+    """Answers questions about one mount."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        catalog: SqliteCatalog,
+        placement: Placement,
+        flusher: Flusher,
+        fetcher: Fetcher,
+        opened: OpenFiles,
+        adopted: Adopted,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._placement = placement
+        self._flusher = flusher
+        self._fetcher = fetcher
+        self._opened = opened
+        self._adopted = adopted
+        self._started = time.monotonic()
+        self.state = "ready"
+        """`ready` or `draining`; `degraded` is found, not set."""
+        self.data_path = "userspace"
+        self.data_path_reason: str | None = None
+
+    def status(self, pid: int, version: str) -> dict[str, Any]:
+        """Return the answer to `status --json`."""
+        reasons = self._reasons()
+        state = self.state
+        if state == "ready" and reasons:
+            state = "degraded"
+        return {
+            "version": version,
+            "mountpoint": self._config.mountpoint,
+            "state": state,
+            "reasons": reasons,
+            "data_path": self.data_path,
+            "data_path_reason": self.data_path_reason,
+            "pid": pid,
+            "uptime_s": round(time.monotonic() - self._started, 1),
+            "log": str(self._config.state / PARTS["log"]),
+            "fsync": self._config.fsync,
+            "store": self._store(),
+            "tiers": [self._tier(tier) for tier in self._placement.tiers],
+            "mirror": {"peer": None, "state": "off", "lag_bytes": 0, "lag_s": 0.0},
+            "replicas": {"origins": 0, "files": 0, "bytes": 0},
+            "reads": {
+                key: value
+                for key, value in msgspec.to_builtins(self._fetcher.reads).items()
+                if key != "corrupt_copies"
+            },
+            "recovery": {
+                "adopted_files": self._adopted.files,
+                "from_mirror_files": 0,
+                "from_store_files": 0,
+                "corrupt_copies": self._fetcher.reads.corrupt_copies,
+            },
+            "checkpoints": self.checkpoints(5),
+        }
+
+    def _reasons(self) -> list[str]:
+        found = []
+        if self._flusher.health.degraded_reason:
+            found.append(self._flusher.health.degraded_reason)
+        if self._adopted.lost:
+            found.append(_name_some("only copy lost with its tier", self._adopted.lost))
+        torn = [path for path in self._adopted.torn if self._still_torn(path)]
+        if torn:
+            found.append(_name_some("was being written when the daemon died", torn))
+        return found
+
+    def _still_torn(self, path: str) -> bool:
+        inode = self._catalog.resolve(path)
+        return inode is not None and inode.torn
+
+    def torn(self) -> list[str]:
+        """Return the files that nobody vouches for and nobody has open now."""
+        rows = [row for row in self._catalog.contents.torn() if not self._opened.is_open(row.ino)]
+        return [self._catalog.path(row.ino) or "" for row in rows]
+
+    def _store(self) -> dict[str, Any]:
+        pending = self._catalog.contents.pending()
+        health = self._flusher.health
+        oldest = pending.oldest_closed_at
+        return {
+            "url": self._config.store.url,
+            "state": health.state,
+            "pending_files": pending.files + len(self._catalog.journal),
+            "pending_bytes": pending.bytes,
+            "stored_bytes": self._catalog.contents.stored_bytes(),
+            "oldest_pending_s": round(max(0.0, time.time() - oldest), 1) if oldest else 0.0,
+            "retries": health.retries,
+            "last_error": health.last_error,
+            "flushing": msgspec.to_builtins(self._flusher.statistics()),
+        }
+
+    def _tier(self, tier: Tier) -> dict[str, Any]:
+        statistics = msgspec.to_builtins(tier.statistics())
+        statistics["dirty_bytes"] = self._catalog.contents.dirty_bytes(tier.name)
+        statistics["name"] = "ssd" if tier.name.startswith("ssd") else tier.name
+        return dict(statistics)
+
+    def checkpoints(self, limit: int = 1000) -> list[dict[str, Any]]:
+        """Return the newest checkpoints, newest first."""
+        found = checkpoints.group(
+            self._catalog.contents.recent(_RECENT_FILES),
+            self._catalog.path,
+            lambda ino: self._is_written(ino),
+            limit,
+        )
+        return [_as_dict(checkpoint) for checkpoint in found]
+
+    def _is_written(self, ino: int) -> bool:
+        opened = self._opened.get(ino)
+        return opened is not None and opened.writers > 0
+
+
+def _as_dict(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {**msgspec.to_builtins(checkpoint), "safety": checkpoint.word}
+
+
+def _name_some(what: str, paths: list[str]) -> str:
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"{what}: {paths[0]}{more}"
