@@ -121,6 +121,8 @@ class Store(ABC):
     """
 
     url: str
+    directory_times_drift = False
+    """Whether publishing a file changes its directory's mtime, so that it must be set again."""
 
     @abstractmethod
     def probe(self, *, write: bool) -> None:
