@@ -4,6 +4,7 @@ Both are context managers that yield a running server and end it for certain. Th
 conditions (an answer, a process's end), never for a time.
 """
 
+import json
 import os
 import shutil
 import signal
@@ -122,10 +123,12 @@ def weed_s3(folder: Path) -> Iterator[S3Server]:
     data.mkdir(parents=True, exist_ok=True)
     access, secret = "lmstorfs-test", "lmstorfs-test-secret"
     identities = folder / "s3.json"
-    identities.write_text(
-        '{"identities": [{"name": "test", "credentials": [{"accessKey": "%s", "secretKey": "%s"}],'
-        ' "actions": ["Admin", "Read", "List", "Tagging", "Write"]}]}' % (access, secret)
-    )
+    identity = {
+        "name": "test",
+        "credentials": [{"accessKey": access, "secretKey": secret}],
+        "actions": ["Admin", "Read", "List", "Tagging", "Write"],
+    }
+    identities.write_text(json.dumps({"identities": [identity]}))
     ports = {name: _weed_port() for name in ("master", "volume", "filer", "s3")}
     command = [
         *(tool("weed"), "server", f"-dir={data}", "-ip=127.0.0.1", "-ip.bind=127.0.0.1"),

@@ -73,12 +73,12 @@ def read_info(key: str, response: Mapping[str, Any], kind: Kind = Kind.FILE) -> 
     """Return what a `HeadObject` answer says; `kind` is what to take it for where it does not."""
     metadata = {name.lower(): value for name, value in response.get("Metadata", {}).items()}
     mode = _read_mode(metadata.get("mode", ""))
+    size: int = response["ContentLength"]
+    empty_directory = response.get("ContentType") == DIRECTORY_TYPE and not size
     if kind is not Kind.DIRECTORY:
         if mode is not None and stat.S_ISLNK(mode):
             kind = Kind.SYMLINK
-        elif (mode is not None and stat.S_ISDIR(mode)) or (
-            response.get("ContentType") == DIRECTORY_TYPE and not response["ContentLength"]
-        ):
+        elif empty_directory or (mode is not None and stat.S_ISDIR(mode)):
             kind = Kind.DIRECTORY
     if mode is None:
         mode = _DEFAULT_MODES[kind]
@@ -89,7 +89,7 @@ def read_info(key: str, response: Mapping[str, Any], kind: Kind = Kind.FILE) -> 
     return ObjectInfo(
         key=key,
         kind=kind,
-        size=0 if kind is Kind.DIRECTORY else response["ContentLength"],
+        size=0 if kind is Kind.DIRECTORY else size,
         etag="" if kind is Kind.DIRECTORY else read_etag(response),
         mtime_ns=modified_ns,
         attributes=Attributes(

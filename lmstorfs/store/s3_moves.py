@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import islice
 from typing import Any
 
@@ -11,6 +12,7 @@ from botocore.exceptions import ClientError
 from lmstorfs.errors import NotInStoreError, StoreError
 from lmstorfs.store.keys import printable
 from lmstorfs.store.s3_client import Bucket, code_of, s3_error, s3_errors
+from lmstorfs.store.s3_metadata import DIRECTORY_TYPE
 from lmstorfs.store.s3_transfer import abort_upload, complete_upload, part_size, run_threads
 
 MAX_COPY_BYTES = 5 << 30  # S3 copies no more than this by one request
@@ -90,13 +92,31 @@ def move_tree(bucket: Bucket, old: str, new: str) -> bool:
 
     def copy(item: tuple[str, int]) -> None:
         key, size = item
-        copy_object(bucket, key, target + key.removeprefix(source), size, {})
+        new_key = target + key.removeprefix(source)
+        with suppress(NotInStoreError):  # deleted since it was listed
+            if key.endswith("/"):
+                _copy_marker(bucket, key, new_key)
+            else:
+                copy_object(bucket, key, new_key, size, {})
 
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="copy") as threads:
         for _ in threads.map(copy, found):
             pass
     delete_objects(bucket, (key for key, _ in found))
     return bool(found)
+
+
+def _copy_marker(bucket: Bucket, source: str, target: str) -> None:
+    """Make the same marker again: not every server copies an object without content."""
+    with s3_errors(source):
+        head = bucket.client.head_object(Bucket=bucket.name, Key=source)
+        bucket.client.put_object(
+            Bucket=bucket.name,
+            Key=target,
+            Body=b"",
+            ContentType=DIRECTORY_TYPE,
+            Metadata=head["Metadata"],
+        )
 
 
 def delete_objects(bucket: Bucket, keys: Iterable[str]) -> None:
