@@ -4,6 +4,7 @@ Whatever a person can cause ends in one line on stderr and an exit code: 1, or 2
 the command were wrong, 130 after Ctrl-C.
 """
 
+import io
 import os
 import signal
 import sys
@@ -67,7 +68,7 @@ def _options(
     "  lmstorfs mount /ckpt --store s3://b/p -o endpoint=http://10.0.0.5:9000,workers=4"
 )
 def mount(
-    mountpoint: Annotated[str, typer.Argument(help="An empty directory.")],
+    mountpoint: Annotated[str, typer.Argument(metavar="MOUNTPOINT", help="An empty directory.")],
     store: Annotated[
         str | None,
         typer.Option(
@@ -208,7 +209,7 @@ def _by_mount(paths: Sequence[str]) -> list[tuple[Mount, list[str]]]:
 
 @app.command(epilog="Examples:\n\n  lmstorfs unmount /ckpt\n\n  lmstorfs unmount /ckpt --no-drain")
 def unmount(
-    mountpoint: Annotated[str, typer.Argument(help="The mount point.")],
+    mountpoint: Annotated[str, typer.Argument(metavar="MOUNTPOINT", help="The mount point.")],
     no_drain: Annotated[
         bool,
         typer.Option(
@@ -293,6 +294,9 @@ def _choose(mountpoint: str | None) -> Mount:
 
 def main() -> None:
     """Run the command that `sys.argv` names, and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a locale without `…` is no reason to fail
+            stream.reconfigure(errors="backslashreplace")
     try:
         code = app(standalone_mode=False, prog_name="lmstorfs")
     except KeyboardInterrupt:
@@ -323,7 +327,7 @@ def _usage_exit(error: Exception) -> int:
         raise error
     context = getattr(error, "ctx", None)
     if type(error).__name__ == "NoArgsIsHelpError":
-        console.say(format_message())
+        console.show_help(format_message())
         return 2
     words = " ".join(format_message().split()).rstrip(".")
     where = getattr(context, "command_path", "lmstorfs")

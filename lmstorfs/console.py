@@ -5,6 +5,7 @@ tables never disagree. Piped output has no colour and no bars, and no word of it
 names fold.
 """
 
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,14 +57,24 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def show_help(text: str) -> None:
+    """Print a help text."""
+    sys.stdout.write(f"{text}\n")
+
+
 def show_json(value: Any) -> None:
-    """Print `value` as JSON for programs."""
-    say(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    """Print `value` as JSON for programs; names that are not UTF-8 as escaped surrogates."""
+    sys.stdout.write(json.dumps(msgspec.to_builtins(value), indent=2) + "\n")
+    sys.stdout.flush()
 
 
-def _printable(line: str) -> str:
-    """Return `line` with names that are not UTF-8 shown by escapes."""
-    return line.encode("utf-8", "backslashreplace").decode()
+def _printable(text: str) -> str:
+    """Return `text` on one line, with what a terminal cannot or must not show as escapes."""
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text
+    )
 
 
 # --- checkpoints -----------------------------------------------------------------------------
@@ -99,7 +110,7 @@ def headline(status: Json) -> Text:
         "being written": "not complete; the one before it counts",
     }[word]
     line = Text("newest checkpoint ")
-    line.append(str(newest["path"]), style="bold")
+    line.append(_printable(str(newest["path"])), style="bold")
     return line.append(" is ").append(word, style=WORD_STYLES[word]).append(f": {meaning}")
 
 
@@ -168,12 +179,13 @@ def status_view(status: Json, *, unicode: bool = True) -> RenderableType:
 
 
 def _facts(status: Json) -> Iterator[tuple[str, Text]]:
-    state = Text(status["state"], style=STATE_STYLES.get(status["state"], ""))
+    state = Text(f"{_printable(status['mountpoint'])}: ")
+    state.append(status["state"], style=STATE_STYLES.get(status["state"], ""))
     state.append(
         f", pid {status['pid']}, up {format_duration(status['uptime_s'])}", style="default"
     )
     state.append(f", fsync waits for: {_fsync(status['fsync'])}", style="default")
-    yield status["mountpoint"], state
+    yield "mount", state
     for reason in status["reasons"]:
         yield "", Text(_printable(reason), style="yellow")
     path = status["data_path"]
@@ -195,7 +207,7 @@ def _fsync(policy: str) -> str:
 
 def _store_facts(store: Json) -> Iterator[tuple[str, Text]]:
     style = "green" if store["state"] == "ok" else "red"
-    yield "store", Text(f"{store['url']}: ").append(store["state"], style=style)
+    yield "store", Text(f"{_printable(store['url'])}: ").append(store["state"], style=style)
     if store["pending_files"]:
         oldest = store["oldest_pending_s"]
         since = f", oldest {format_duration(oldest)}" if oldest is not None else ""

@@ -102,11 +102,17 @@ class StateDirectory:
             if self._old_config is not None:
                 (self._path / PARTS["config"]).write_bytes(self._old_config)
             return
-        ram = str(self._path / PARTS["ram"])
-        below = [m.mountpoint for m in mounted_filesystems() if m.mountpoint == ram]
-        for mountpoint in below:
-            detach(mountpoint)
+        self._drop_ram()
         self._remove(keep_log=keep_log)
+
+    def _drop_ram(self) -> None:
+        """Give the memory back of a RAM tier that never held a file."""
+        ram = self._path / PARTS["ram"]
+        for entry in mounted_filesystems():
+            if entry.mountpoint == str(ram):
+                detach(str(ram))
+        if ram.is_symlink():  # the keeper's stand-in where it may not mount
+            shutil.rmtree(ram.resolve(), ignore_errors=True)
 
     def _remove(self, *, keep_log: bool) -> None:
         for path in self._path.iterdir():
