@@ -74,7 +74,12 @@ class S3Server:
 
     def uploads(self) -> list[str]:
         """Return the keys of the multipart uploads that are under way."""
-        response = self.client().list_multipart_uploads(Bucket=self.bucket)
+        try:
+            response = self.client().list_multipart_uploads(Bucket=self.bucket)
+        except ClientError as error:
+            if error.response["Error"]["Code"] == "NoSuchUpload":
+                return []  # how rclone says that there never was one
+            raise
         return [item["Key"] for item in response.get("Uploads", ())]
 
 

@@ -289,7 +289,9 @@ class S3Store(Store):
         split_key(old)
         split_key(new)
         if kind is Kind.DIRECTORY:
-            if not s3_moves.move_tree(self._bucket, old, new) and self._holds_markers():
+            markers = self._holds_markers()
+            moved = s3_moves.move_tree(self._bucket, old, new, markers=markers)
+            if not moved and markers:  # without markers it may have been an empty directory
                 self.head(new)
             return
         source, target = self._bucket.object_key(old), self._bucket.object_key(new)
@@ -310,11 +312,15 @@ class S3Store(Store):
         return self._bucket.object_key(key)
 
     def remove_directory(self, key: str) -> None:
-        """Delete the marker, if it is all there is."""
+        """Delete the marker, if it is all there is.
+
+        Also one that is not listed: SeaweedFS keeps a directory that a name once implied. But
+        never on a server that would take `name/` for the file `name`.
+        """
         split_key(key)
-        below = self._below(key, 2)
+        below = [item["Key"] for item in self._below(key, 2)]
         marker = self._bucket.object_key(f"{key}/")
-        if [item["Key"] for item in below] == [marker]:
+        if below in ([], [marker]) and self._holds_markers():
             with s3_errors(key):
                 self._bucket.client.delete_object(Bucket=self._bucket.name, Key=marker)
 

@@ -80,8 +80,10 @@ def _copy_parts(bucket: Bucket, origin: Any, target: str, size: int, extra: Any)
         raise
 
 
-def move_tree(bucket: Bucket, old: str, new: str) -> bool:
+def move_tree(bucket: Bucket, old: str, new: str, *, markers: bool) -> bool:
     """Move everything below `old` to below `new`; returns whether there was anything.
+
+    `markers` says whether the server holds objects whose names end in a slash.
 
     First every copy, then every delete. A crash anywhere leaves each object at its old place, at
     its new place or at both, so that the same call made again finishes the work: what is still
@@ -103,7 +105,23 @@ def move_tree(bucket: Bucket, old: str, new: str) -> bool:
         for _ in threads.map(copy, found):
             pass
     delete_objects(bucket, (key for key, _ in found))
+    if markers:
+        delete_objects(bucket, _directories(source, [key for key, _ in found]))
     return bool(found)
+
+
+def _directories(top: str, keys: list[str]) -> list[str]:
+    """Return the markers of `top` and of every directory on the way to `keys`, deepest first.
+
+    Some servers (SeaweedFS) keep a directory of their own for what a name only implied, and go
+    on listing it when it is empty. Elsewhere these deletes find nothing.
+    """
+    found = {top}
+    for key in keys:
+        end = len(key.rstrip("/"))
+        while (end := key.rfind("/", len(top), end)) >= 0:
+            found.add(key[: end + 1])
+    return sorted(found, key=lambda marker: (-marker.count("/"), marker))
 
 
 def _copy_marker(bucket: Bucket, source: str, target: str) -> None:
