@@ -190,10 +190,8 @@ def sync(
     for found, below in _by_mount(paths or []):
         with console.transfer_progress("storing") as update:
             done = ControlClient(found.state).call("sync", on_progress=update, paths=below)
-        console.say(
-            f"stored: all of {', '.join(below)} is in the store "
-            f"({done['files']} files, {format_size(done['bytes'])} were waited for)"
-        )
+        waited = f"{console.files(done['files'])}, {format_size(done['bytes'])}"
+        console.say(f"stored: the store has all of {', '.join(below)} (waited for {waited})")
 
 
 def _by_mount(paths: Sequence[str]) -> list[tuple[Mount, list[str]]]:

@@ -57,6 +57,11 @@ def say(line: str) -> None:
     sys.stdout.flush()
 
 
+def files(count: int) -> str:
+    """Return a number of files as people say it."""
+    return "1 file" if count == 1 else f"{count} files"
+
+
 def show_help(text: str) -> None:
     """Print a help text."""
     sys.stdout.write(f"{text}\n")
@@ -211,7 +216,7 @@ def _store_facts(store: Json) -> Iterator[tuple[str, Text]]:
     if store["pending_files"]:
         oldest = store["oldest_pending_s"]
         since = f", oldest {format_duration(oldest)}" if oldest is not None else ""
-        pending = f"{store['pending_files']} files, {format_size(store['pending_bytes'])}{since}"
+        pending = f"{files(store['pending_files'])}, {format_size(store['pending_bytes'])}{since}"
         yield "pending", Text(pending, style="yellow")
     else:
         yield "pending", Text("nothing")

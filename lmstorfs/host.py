@@ -4,6 +4,7 @@ Facts only, read from the kernel each time they are asked for; what follows from
 by the default settings, the checks before a mount, and `lmstorfs doctor`.
 """
 
+import errno
 import os
 import shutil
 import stat
@@ -102,6 +103,8 @@ def fuse_device_problem() -> str | None:
     try:
         os.close(os.open(FUSE_DEVICE, os.O_RDWR | os.O_CLOEXEC))
     except OSError as error:
+        if error.errno == errno.EACCES:
+            return "/dev/fuse may not be opened by this user; as root run: chmod 666 /dev/fuse"
         return (
             f"/dev/fuse cannot be opened ({error.strerror}); load the module: modprobe fuse; "
             "in a container give it --device /dev/fuse"
