@@ -65,7 +65,9 @@ class Place:
         if self.server is None:
             root = Path(self.store.url)
             return [str(path) for path in root.rglob(".lmstorfs-tmp-*")]
-        return [*self.server.uploads(), *(k for k in self.server.keys() if "lmstorfs-tmp" in k)]
+        return self.server.uploads() + [
+            key for key in self.server.keys(self.prefix) if "-tmp-" in key
+        ]
 
 
 @pytest.fixture(scope="module")
@@ -189,13 +191,16 @@ def test_a_listing_shows_one_level_with_the_same_etags(store: Store, put: Put) -
     assert [info.etag for info in store.list("") if info.key == "top"] == [top.etag]
 
 
-def test_what_is_not_there_is_said_so(store: Store) -> None:
+def test_what_is_not_there_is_said_so(place: Place) -> None:
+    store = place.store
+    if place.holds_empty_directories:  # elsewhere it may have been an empty one
+        with pytest.raises(NotInStoreError):
+            store.rename("no", "other", Kind.DIRECTORY)
     for call in (
         lambda: store.head("no/such"),
         lambda: list(store.list("no")),
         lambda: store.read("no", 0, 1),
         lambda: store.rename("no", "other", Kind.FILE),
-        lambda: store.rename("no", "other", Kind.DIRECTORY),
         lambda: store.set_attributes("no", Kind.FILE, attributes()),
     ):
         with pytest.raises(NotInStoreError):
@@ -315,10 +320,12 @@ def test_a_cancelled_put_leaves_nothing(place: Place, put: Put, count: int) -> N
     assert place.leftovers() == []
 
 
-def test_a_cancelled_fetch_ends(store: Store, put: Put, tmp_path: Path) -> None:
+def test_a_cancelled_fetch_ends(place: Place, put: Put, tmp_path: Path) -> None:
     info = put("file", LARGE)
+    # this much is one step for a kernel that copies, and many for a connection
+    count = 0 if place.kind == "directory" else 1
     with (tmp_path / "t").open("wb") as file, pytest.raises(Cancelled):
-        store.fetch("file", file.fileno(), info.size, CancelledAfter(1), etag=info.etag)
+        place.store.fetch("file", file.fileno(), info.size, CancelledAfter(count), etag=info.etag)
 
 
 def test_an_upload_is_announced_and_aborting_it_again_is_fine(store: Store, put: Put) -> None:
