@@ -141,7 +141,8 @@ def weed_s3(folder: Path) -> Iterator[S3Server]:
         *(f"-master.port={ports['master']}", f"-volume.port={ports['volume']}"),
         *(f"-filer.port={ports['filer']}", "-volume.max=50", "-master.volumeSizeLimitMB=1024"),
     ]
-    with _running(command, folder / "weed.log") as process:
+    # killed at the end: it takes half a minute to leave by itself, and nobody needs its data
+    with _running(command, folder / "weed.log", stop=signal.SIGKILL) as process:
         server = S3Server(
             f"http://127.0.0.1:{ports['s3']}",
             BUCKET,
@@ -169,7 +170,9 @@ def _weed_port() -> int:
 
 
 @contextmanager
-def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def _running(
+    command: list[str], log: Path, *, stop: signal.Signals = signal.SIGTERM
+) -> Iterator[subprocess.Popen[bytes]]:
     """Run `command` in a process group of its own until the block ends."""
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -184,7 +187,7 @@ def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGCONT)  # a test may have stopped it
-            os.killpg(process.pid, signal.SIGTERM)
+            os.killpg(process.pid, stop)
             try:
                 process.wait(STOP_TIMEOUT_S)
             except subprocess.TimeoutExpired:

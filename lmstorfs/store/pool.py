@@ -96,7 +96,7 @@ class WorkerPool:
         """
         workers = trio.CancelScope(shield=True)
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._keep_workers, workers)
+            await nursery.start(self._keep_workers, workers)
             task_status.started()
             try:
                 await trio.sleep_forever()
@@ -164,20 +164,30 @@ class WorkerPool:
         """Return the process numbers of the workers that are alive."""
         return [worker.process.pid for worker in self._workers if worker.process.alive]
 
-    async def _keep_workers(self, scope: trio.CancelScope) -> None:
+    async def _keep_workers(
+        self, scope: trio.CancelScope, *, task_status: trio.TaskStatus[None]
+    ) -> None:
         with scope:
             async with trio.open_nursery() as nursery:
                 for _ in range(self._count):
-                    nursery.start_soon(self._keep_worker)
+                    await nursery.start(self._keep_worker)
+                task_status.started()
 
-    async def _keep_worker(self) -> None:
-        """Run one worker after the other."""
+    async def _keep_worker(self, *, task_status: trio.TaskStatus[None]) -> None:
+        """Run one worker after the other; ready when the first has a process.
+
+        What that process still has to import, it imports while calls already wait at its socket.
+        """
         pause = _RESTART_MIN_S
+        ready = False
         while True:
             started = trio.current_time()
             worker = _Worker(WorkerProcess(self._config))
             self._workers.append(worker)
             self._dispatch()
+            if not ready:
+                task_status.started()
+                ready = True
             try:
                 await worker.process.run()
             finally:
