@@ -6,6 +6,7 @@ waiting, so eight of them share a process; of the long calls each worker has one
 time, and a fetch that a reader waits for never stands behind a flush.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -18,6 +19,8 @@ from lmstorfs.errors import StoreError
 from lmstorfs.store.store import StoreConfig
 from lmstorfs.store.wire import Digest, Digested, Fetch, Fetched, Job, Result, Upload, Uploaded
 from lmstorfs.store.worker_process import ACKNOWLEDGE_S, OnBegan, OnMoved, WorkerProcess
+
+log = logging.getLogger(__name__)
 
 __all__ = ["Fetch", "Fetched", "PoolStatistics", "Upload", "Uploaded", "WorkerPool"]
 
@@ -182,7 +185,14 @@ class WorkerPool:
         ready = False
         while True:
             started = trio.current_time()
-            worker = _Worker(WorkerProcess(self._config))
+            try:
+                worker = _Worker(WorkerProcess(self._config))
+            except OSError as error:  # no memory, no descriptors: the next try may find some
+                if not ready:
+                    raise
+                log.error("a worker cannot be started: %s", error)
+                await trio.sleep(_RESTART_MAX_S)
+                continue
             self._workers.append(worker)
             self._dispatch()
             if not ready:

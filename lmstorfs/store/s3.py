@@ -44,6 +44,11 @@ from lmstorfs.store.store import (
 
 log = logging.getLogger(__name__)
 
+_CHECK_CREDENTIALS = (
+    "check the credentials that boto3 finds (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, "
+    "AWS_PROFILE, ~/.aws, the instance's role)"
+)
+
 
 class S3Store(Store):
     """Objects are those below one prefix of one bucket."""
@@ -71,17 +76,17 @@ class S3Store(Store):
                 "create it or check the name"
             ) from error
         except StoreDeniedError as error:
-            raise SetupError(
-                f"{error}; check the credentials that boto3 finds (AWS_ACCESS_KEY_ID and "
-                "AWS_SECRET_ACCESS_KEY, AWS_PROFILE, ~/.aws, the instance's role)"
-                " and the bucket's policy"
-            ) from error
+            raise SetupError(f"{error}; {_CHECK_CREDENTIALS} and the bucket's policy") from error
         except StoreUnreachableError as error:
             raise SetupError(
                 f"no S3 server answers at {bucket.endpoint}; check the endpoint and the network"
             ) from error
         except StoreError as error:
-            raise SetupError(f"the store {self.url} does not work: {error}") from error
+            # not every server says 403 to a request that is not signed
+            advice = (
+                f"; it was asked without keys: {_CHECK_CREDENTIALS}" if bucket.anonymous else ""
+            )
+            raise SetupError(f"the store {self.url} does not work: {error}{advice}") from error
 
     def _probe_write(self) -> None:
         key = self._bucket.object_key(_temporary_name())

@@ -115,6 +115,11 @@ class Bucket:
         parts = urlsplit(str(self.client.meta.endpoint_url))
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))
 
+    @property
+    def anonymous(self) -> bool:
+        """Whether requests are not signed, as there are no credentials."""
+        return bool(self.client.meta.config.signature_version is UNSIGNED)
+
     def object_key(self, key: str) -> str:
         """Return the object's key for ours; `key` may end in `/`, or be empty for the root."""
         full = self._prefix + quote_name(key)

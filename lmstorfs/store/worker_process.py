@@ -5,6 +5,7 @@ of its cache, and the kernel sends the parent's death signal (see `worker`) when
 ends, which would kill an idle worker ten seconds later.
 """
 
+import logging
 import math
 import os
 import socket
@@ -13,11 +14,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import trio
 
 from lmstorfs.errors import LmstorfsError, StoreError
 from lmstorfs.store import wire
 from lmstorfs.store.store import StoreConfig
+
+log = logging.getLogger(__name__)
 
 ACKNOWLEDGE_S = 5.0  # for this long a cancelled call waits until nothing of it is left
 _REAP_S = 5.0  # a process killed inside a dead NFS mount may not go away; then it is left alone
@@ -74,7 +78,10 @@ class WorkerProcess:
             os.close(self._pidfd)
             for pending in self._pending.values():
                 if not pending.answered.is_set():
-                    pending.set(StoreError(f"the worker process {self.pid} died"))
+                    pending.set(self._death())
+
+    def _death(self) -> StoreError:
+        return StoreError(f"the worker process {self.pid} died")
 
     def kill(self) -> None:
         """End the process; `run` then returns, and the calls under way fail."""
@@ -90,6 +97,8 @@ class WorkerProcess:
         A job that was complete before the cancellation reached it returns its result instead:
         what it published is there, and the caller must know.
         """
+        if not self.alive:
+            raise self._death()
         number, self._next_number = self._next_number, self._next_number + 1
         pending = self._pending[number] = _Pending(on_moved, on_began)
         self._outbox.send_nowait(wire.Call(number, job))
@@ -137,8 +146,12 @@ class WorkerProcess:
             if not data:
                 return
             buffer += data
-            while body := _take_frame(buffer):
-                self._handle(wire.decode_from_worker(body))
+            try:
+                while body := _take_frame(buffer):
+                    self._handle(wire.decode_from_worker(body))
+            except msgspec.MsgspecError as error:
+                log.error("worker %d talks nonsense and is replaced: %s", self.pid, error)
+                return
 
     def _handle(self, message: wire.FromWorker) -> None:
         pending = self._pending.get(message.number)
@@ -163,6 +176,8 @@ def _take_frame(buffer: bytearray) -> bytes | None:
     """Remove the first whole frame from `buffer` and return its body."""
     head = wire.LENGTH_BYTES
     end = head + int.from_bytes(buffer[:head], "big")
+    if end > wire.MAX_FRAME_BYTES:
+        raise msgspec.DecodeError(f"a frame of {end} bytes")
     if len(buffer) < max(end, head):
         return None
     body = bytes(buffer[head:end])
