@@ -192,6 +192,24 @@ def test_a_file_written_while_it_is_uploaded_is_not_published(
     run(test)
 
 
+def test_a_file_touched_while_it_is_uploaded_is_not_published(
+    server: S3Server, tmp_path: Path
+) -> None:
+    """The content that was sent is still the version's, but a newer version is on its way."""
+
+    async def test() -> None:
+        source = tmp_path / "source"
+        upload = version(source, LARGE)
+        config = msgspec.structs.replace(s3_config(server, tmp_path.name), connections=1)
+        async with running_pool(config) as pool:
+            with pytest.raises(SupersededError):
+                await pool.upload(upload, on_began=lambda *_: os.utime(source, ns=(1, 1)))
+        assert server.keys(tmp_path.name) == []
+        assert server.uploads() == []
+
+    run(test)
+
+
 def test_a_corrupt_copy_is_not_delivered(config: StoreConfig, tmp_path: Path) -> None:
     async def test() -> None:
         target = tmp_path / "target"
