@@ -1,17 +1,17 @@
 """The digest of a version: xxh3-128 of its whole content.
 
-Mapped instead of read: a tier's file is already in memory, so nothing is copied, and xxhash
-lets go of the GIL. It is a checksum against torn and rotten copies, not a defence against
-somebody who forges them.
+Read and not mapped: a mapping would be a few percent faster, and SIGBUS would end the process the
+moment a program truncates the file. The buffer stays in the processor's cache, and both the read
+and xxhash let go of the GIL. It is a checksum against torn and rotten copies, not a defence
+against somebody who forges them.
 """
 
-import mmap
 import os
 from pathlib import Path
 
 import xxhash
 
-_WINDOW_BYTES = 64 << 20  # what one update sees: large enough for speed, small enough to cancel
+_BUFFER_BYTES = 1 << 20
 
 
 def digest_bytes(data: bytes) -> str:
@@ -24,16 +24,18 @@ def digest_fd(fd: int, size: int | None = None) -> str:
 
     Raises `EOFError` where the file is shorter than `size`.
     """
-    have = os.fstat(fd).st_size
-    want = have if size is None else size
-    if have < want:
-        raise EOFError(f"file has {have} bytes, not {want}")
+    want = os.fstat(fd).st_size if size is None else size
     state = xxhash.xxh3_128()
-    if want:
-        with mmap.mmap(fd, want, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
-            for start in range(0, want, _WINDOW_BYTES):
-                with view[start : start + _WINDOW_BYTES] as window:
-                    state.update(window)
+    done = 0
+    with memoryview(bytearray(min(_BUFFER_BYTES, max(want, 1)))) as buffer:
+        while done < want:
+            with buffer[: want - done] as window:
+                got = os.preadv(fd, [window], done)
+                if got == 0:
+                    raise EOFError(f"file has {done} bytes, not {want}")
+                with window[:got] as read:
+                    state.update(read)
+            done += got
     return state.hexdigest()
 
 

@@ -27,6 +27,7 @@ log = structlog.get_logger()
 _MAX_IN_FLIGHT = 32  # small files go several to a worker
 _THE_STORE = 0  # no inode's number: the wait that holds for all
 _BATCH = 256  # rows looked at in one go
+_LOOK_EVERY_S = 0.02
 _IDLE_S = 30.0  # the longest sleep: only a net under missed wakes
 
 
@@ -163,10 +164,18 @@ class Flusher:
                 wait_s = self._start_ready(nursery)
                 with trio.move_on_after(wait_s):
                     await self._wake.wait()
+                if not self._urgent:  # many closes at once are looked at once
+                    await trio.sleep(_LOOK_EVERY_S)
 
     def _start_ready(self, nursery: trio.Nursery) -> float:
         """Start what may start; return how long nothing else can, seconds."""
         wait_s, offset = _IDLE_S, 0
+        for ino in list(self._urgent):
+            inode = self._catalog.find(ino)
+            if inode is None or not (inode.dirty or inode.attrs_dirty):
+                self._urgent.discard(ino)
+            elif self._ready_in(inode) == 0:
+                self._start(inode, nursery)
         while len(self.in_flight) < self._limit():
             batch = self._catalog.contents.dirty(_BATCH, offset)
             for inode in batch:
@@ -177,6 +186,8 @@ class Flusher:
                     continue
                 if ready_in > 0:
                     wait_s = min(wait_s, ready_in)
+                    if inode.dirty and not self._backoff.not_before(inode.ino):
+                        return wait_s  # those after it were closed later
                     continue
                 self._start(inode, nursery)
             if len(batch) < _BATCH:
@@ -205,7 +216,7 @@ class Flusher:
         if not (self.hurry or ino in self._urgent):
             since = max(inode.closed_at or 0.0, inode.ctime_ns / 1e9)
             wait_s = max(wait_s, min(self._delay_s, since + self._delay_s - time.time()))
-        return wait_s
+        return max(0.0, wait_s)
 
     def _has_dirty_children(self, ino: int) -> bool:
         row = self._catalog.db.execute(

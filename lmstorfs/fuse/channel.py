@@ -114,9 +114,9 @@ class Channel:
                 nursery.cancel_scope.cancel()
 
     def close(self) -> None:
-        """Close both ends; libfuse sees the end of its device."""
+        """Close our end, after pyfuse3 has closed the other with its session."""
         self._socket.close()
-        self._far.close()
+        self._far.detach()
 
     # --- kernel → pyfuse3 --------------------------------------------------------------------
 
