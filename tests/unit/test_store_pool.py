@@ -375,7 +375,7 @@ def test_a_worker_dies_with_its_parent_and_inherits_no_descriptor(tmp_path: Path
         "from lmstorfs.store import StoreConfig\n"
         "from lmstorfs.store.pool import WorkerPool\n"
         "async def main():\n"
-        f"    pool = WorkerPool(StoreConfig(url={str(tmp_path)!r}), 2)\n"
+        f"    pool = WorkerPool(StoreConfig(url={str(tmp_path)!r}), 1)\n"
         "    async with trio.open_nursery() as nursery:\n"
         "        await nursery.start(pool.run)\n"
         f"        await pool.digest({str(tmp_path / 'source')!r}, 5)\n"
@@ -389,13 +389,22 @@ def test_a_worker_dies_with_its_parent_and_inherits_no_descriptor(tmp_path: Path
             [sys.executable, "-c", script], stdout=subprocess.PIPE
         )
         assert parent.stdout is not None
-        pids = [int(word) for word in (await parent.stdout.receive_some()).split()]
-        assert len(pids) == 2
-        assert all(alive(pid) for pid in pids)
-        parent.kill()
-        await parent.wait()
-        for pid in pids:
-            await trio.to_thread.run_sync(wait_for_end, pid)
+        line = b""
+        pids: list[int] = []
+        try:
+            while not line.endswith(b"\n"):
+                line += await parent.stdout.receive_some()
+            pids = [int(word) for word in line.split()]
+            assert len(pids) == 1
+            # it has answered, so it has started; now it cannot even see its socket closed
+            os.kill(pids[0], signal.SIGSTOP)
+            parent.kill()
+            await parent.wait()
+            await trio.to_thread.run_sync(wait_for_end, pids[0])
+        finally:
+            for process in (parent.pid, *pids):
+                if alive(process):
+                    os.kill(process, signal.SIGKILL)
 
     run(parent_dies)
 
