@@ -21,7 +21,7 @@ import trio
 
 from lmstorfs import __version__, mounts
 from lmstorfs.catalog import Merger, SqliteCatalog
-from lmstorfs.checkpoint import Flusher, NameSync, Versions
+from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
 from lmstorfs.checkpoint.recovery import Adopted, adopt
 from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
 from lmstorfs.control import ControlServer, Progress
@@ -65,10 +65,14 @@ class Daemon:
             self.catalog, self.placement, self.store, self.pool, delay_s=config.flush_delay_s
         )
         self.names = NameSync(self.catalog, self.store, self.flusher)
+        self.digester = Digester(
+            self.catalog, self.placement, self.flusher, delay_s=config.flush_delay_s
+        )
         self.versions = Versions(
             self.catalog,
             self.placement,
             self.flusher,
+            self.digester,
             fsync=config.fsync,
             fsync_timeout_s=config.fsync_timeout_s,
         )
@@ -80,7 +84,7 @@ class Daemon:
             read_timeout_s=config.read_timeout_s,
         )
         self.opened = OpenFiles(
-            self.catalog, self.placement, self.versions, self.flusher, self.fetcher
+            self.catalog, self.placement, self.versions, self.flusher, self.digester, self.fetcher
         )
         self.refresher = Refresher(
             self.catalog,
@@ -117,10 +121,12 @@ class Daemon:
 
     async def run(self, ready_fd: int) -> int:
         """Serve the mount until it is gone; return the exit code."""
-        self.report = self._make_report(adopt(self.catalog, self.placement, self.versions))
+        self.report = self._make_report(
+            adopt(self.catalog, self.placement, self.versions, self.digester)
+        )
         async with trio.open_nursery() as nursery:
             await nursery.start(self.pool.run)
-            for part in (self.flusher, self.names, self.versions, self.refresher):
+            for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
             nursery.start_soon(self._abort_old_uploads)

@@ -7,11 +7,18 @@ against somebody who forges them.
 """
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
 
+from lmstorfs.errors import LmstorfsError
+
 _BUFFER_BYTES = 1 << 20
+
+
+class DigestCancelledError(LmstorfsError):
+    """Nobody wants the digest any more."""
 
 
 def digest_bytes(data: bytes) -> str:
@@ -19,16 +26,21 @@ def digest_bytes(data: bytes) -> str:
     return xxhash.xxh3_128_hexdigest(data)
 
 
-def digest_fd(fd: int, size: int | None = None) -> str:
+def digest_fd(
+    fd: int, size: int | None = None, cancelled: Callable[[], bool] = lambda: False
+) -> str:
     """Return the hex digest of the first `size` bytes (default: all) of the file open as `fd`.
 
-    Raises `EOFError` where the file is shorter than `size`.
+    Raises `EOFError` where the file is shorter than `size`, `DigestCancelledError` soon after
+    `cancelled` has become true.
     """
     want = os.fstat(fd).st_size if size is None else size
     state = xxhash.xxh3_128()
     done = 0
     with memoryview(bytearray(min(_BUFFER_BYTES, max(want, 1)))) as buffer:
         while done < want:
+            if cancelled():
+                raise DigestCancelledError(f"given up after {done} of {want} bytes")
             with buffer[: want - done] as window:
                 got = os.preadv(fd, [window], done)
                 if got == 0:
@@ -39,10 +51,12 @@ def digest_fd(fd: int, size: int | None = None) -> str:
     return state.hexdigest()
 
 
-def digest_file(path: Path | str, size: int | None = None) -> str:
+def digest_file(
+    path: Path | str, size: int | None = None, cancelled: Callable[[], bool] = lambda: False
+) -> str:
     """Return the hex digest of the file at `path`; see `digest_fd`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return digest_fd(fd, size)
+        return digest_fd(fd, size, cancelled)
     finally:
         os.close(fd)

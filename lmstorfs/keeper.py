@@ -19,6 +19,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,6 +36,7 @@ from lmstorfs.fuse.mounting import (
     unmount_fuse,
 )
 
+LOCK_TRIES = 20
 NOTHING_LEFT = 0  # the daemon's exit code when the store has everything: the RAM tier may go
 
 
@@ -74,9 +76,13 @@ class Keeper:
 
     def take_lock(self) -> None:
         """Hold the state directory; the daemon inherits the hold."""
-        try:
-            fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        for _ in range(LOCK_TRIES):  # a command that asks who holds it does so for a moment
+            try:
+                fcntl.flock(self.lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+        else:
             raise MountError(
                 f"the state directory {self.state} is in use by another mount; unmount that "
                 "one first, or give another --state"

@@ -106,6 +106,10 @@ class Flusher:
         self._backoff.succeeded(ino)
         self.wake()
 
+    def is_wanted(self, ino: int) -> bool:
+        """Whether somebody waits for this inode to be stored."""
+        return self.hurry or ino in self._urgent
+
     def cancel(self, ino: int) -> None:
         """The inode was unlinked: give up what is under way for it."""
         flight = self.in_flight.get(ino)
@@ -213,7 +217,7 @@ class Flusher:
             return None  # its times would be overtaken by what comes into it
         not_before = max(self._backoff.not_before(ino), self._backoff.not_before(_THE_STORE))
         wait_s = not_before - time.monotonic()
-        if not (self.hurry or ino in self._urgent):
+        if not self.is_wanted(ino):
             since = max(inode.closed_at or 0.0, inode.ctime_ns / 1e9)
             wait_s = max(wait_s, min(self._delay_s, since + self._delay_s - time.time()))
         return max(0.0, wait_s)

@@ -14,6 +14,7 @@ import msgspec
 import structlog
 
 from lmstorfs.catalog import Inode, SqliteCatalog
+from lmstorfs.checkpoint.digester import Digester
 from lmstorfs.checkpoint.versions import Versions
 from lmstorfs.tiers import Placement, Tier, files
 
@@ -35,7 +36,9 @@ class Adopted(msgspec.Struct, kw_only=True):
     """Paths of files whose only copy was in a tier that is gone."""
 
 
-def adopt(catalog: SqliteCatalog, placement: Placement, versions: Versions) -> Adopted:
+def adopt(
+    catalog: SqliteCatalog, placement: Placement, versions: Versions, digester: Digester
+) -> Adopted:
     """Bring catalog and tiers to agree; start the digests of what will be flushed."""
     result = Adopted()
     for ino in catalog.orphans():
@@ -46,7 +49,7 @@ def adopt(catalog: SqliteCatalog, placement: Placement, versions: Versions) -> A
         _adopt_writing(catalog, placement, versions, inode, result)
     for inode in catalog.db.inodes("WHERE version != stored_version AND digest IS NULL"):
         if inode.is_file and inode.tier is not None and not inode.torn:
-            versions.digest_soon(inode.ino, inode.version)
+            digester.add(inode.ino, inode.version)
     log.info(
         "adopted", files=result.files, dropped=result.dropped, torn=len(result.torn),
         lost=len(result.lost),

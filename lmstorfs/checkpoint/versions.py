@@ -1,27 +1,17 @@
-"""Makes versions: at a close, at an fsync, and when a mapping that outlived its file is gone.
+"""Makes versions: at a close, at an fsync, and when a mapping that outlived its file is gone."""
 
-A version gets its digest right away, in a thread that lets go of the GIL: before it is sent
-anywhere, and so that a checkpoint is known to be complete while the store is away.
-"""
-
-import errno
-import math
 import os
 
-import structlog
 import trio
 
 from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.sqlite import SqliteCatalog
+from lmstorfs.checkpoint.digester import Digester
 from lmstorfs.checkpoint.flusher import Flusher
 from lmstorfs.digest import digest_file
 from lmstorfs.errors import DeadlineError
 from lmstorfs.tiers import Placement, files
-from lmstorfs.units import MIB
 
-log = structlog.get_logger()
-
-_DIGEST_AT_ONCE_BYTES = 1 * MIB  # costs less than handing it to a thread
 _MAPPED_LOOK_S = 0.5
 
 
@@ -33,6 +23,7 @@ class Versions:
         catalog: SqliteCatalog,
         placement: Placement,
         flusher: Flusher,
+        digester: Digester,
         *,
         fsync: str,
         fsync_timeout_s: float,
@@ -42,38 +33,14 @@ class Versions:
         self._flusher = flusher
         self._fsync = fsync
         self._fsync_timeout_s = fsync_timeout_s
-        self._send, self._receive = trio.open_memory_channel[tuple[int, int]](math.inf)
+        self._digester = digester
         self._mapped: set[int] = set()
 
     def close(self, ino: int, size: int, mtime_ns: int, *, writing: bool) -> int:
         """What the tier holds is a new version; return its number."""
         version = self._catalog.contents.close_version(ino, size, mtime_ns, writing=writing)
-        self.digest_soon(ino, version)
+        self._digester.add(ino, version)
         return version
-
-    def digest_soon(self, ino: int, version: int) -> None:
-        """Have the digest of a version computed; what waits for it is woken."""
-        inode = self._catalog.find(ino)
-        if inode is not None and inode.size <= _DIGEST_AT_ONCE_BYTES:
-            self._digest_now(inode, version)
-        else:
-            self._send.send_nowait((ino, version))
-
-    def _digest_now(self, inode: Inode, version: int) -> None:
-        tier = self._placement.tier(inode.tier)
-        if tier is None or inode.version != version:
-            return
-        try:
-            digest = digest_file(tier.path(inode.ino), inode.version_size)
-        except (OSError, EOFError) as error:
-            self._not_digested(inode, error)
-        else:
-            self._catalog.contents.set_digest(inode.ino, version, digest)
-        self._flusher.wake()
-
-    def _not_digested(self, inode: Inode, error: Exception) -> None:
-        """The content changed or went meanwhile: a later close brings it again."""
-        log.debug("no digest", ino=inode.ino, error=str(error))
 
     async def fsync(self, inode: Inode, stat: os.stat_result | None, *, changed: bool) -> None:
         """Do what the mount promises of fsync(2) for a file whose tier shows `stat`.
@@ -100,31 +67,7 @@ class Versions:
         self._mapped.add(ino)
 
     async def run(self) -> None:
-        """Compute digests and watch mappings until cancelled."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._watch_mapped)
-            async for ino, version in self._receive:
-                inode = self._catalog.find(ino)
-                if inode is not None and inode.version == version:
-                    await self._digest(inode)
-
-    async def _digest(self, inode: Inode) -> None:
-        tier = self._placement.tier(inode.tier)
-        if tier is None:
-            return
-        try:
-            digest = await trio.to_thread.run_sync(
-                digest_file, tier.path(inode.ino), inode.version_size, abandon_on_cancel=True
-            )
-        except (OSError, EOFError) as error:
-            if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.EINVAL):
-                raise
-            self._not_digested(inode, error)
-        else:
-            self._catalog.contents.set_digest(inode.ino, inode.version, digest)
-        self._flusher.wake()
-
-    async def _watch_mapped(self) -> None:
+        """Watch mappings until cancelled."""
         while True:
             await trio.sleep(_MAPPED_LOOK_S)
             for ino in list(self._mapped):

@@ -13,7 +13,7 @@ import structlog
 import trio
 
 from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
-from lmstorfs.checkpoint import Flusher, Versions
+from lmstorfs.checkpoint import Digester, Flusher, Versions
 from lmstorfs.dataset import Fetcher
 from lmstorfs.errors import LmstorfsError
 from lmstorfs.fuse.openfile import OpenFile, handle_ino, handle_writable, make_handle
@@ -43,12 +43,14 @@ class OpenFiles:
         placement: Placement,
         versions: Versions,
         flusher: Flusher,
+        digester: Digester,
         fetcher: Fetcher,
     ) -> None:
         self.catalog = catalog
         self.placement = placement
         self.versions = versions
         self.flusher = flusher
+        self.digester = digester
         self.fetcher = fetcher
         self.passthrough = False
         """Whether the kernel gives passthrough; set once INIT was answered."""
@@ -101,6 +103,7 @@ class OpenFiles:
                     if handle_writable(handle):
                         self._begin_writing(opened, inode, keep_bits)
                     if truncate and opened.fd is not None:
+                        self.digester.forget(ino)
                         os.ftruncate(opened.fd, 0)
                         opened.written = True
                 except BaseException:
@@ -242,6 +245,8 @@ class OpenFiles:
             self.versions.close(opened.ino, size, mtime_ns, writing=False)
         else:
             self.catalog.contents.end_writing(opened.ino)
+            if inode.dirty and inode.digest is None:
+                self.digester.add(opened.ino, inode.version)
         opened.written = False
         self.flusher.wake()
 

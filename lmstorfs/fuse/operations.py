@@ -257,6 +257,7 @@ class Operations(pyfuse3.Operations):
     def _gone(self, inode: Inode) -> None:
         """An inode lost its name: stop what is under way for it, free what nobody has open."""
         self._files.flusher.cancel(inode.ino)
+        self._files.digester.forget(inode.ino)
         if not self._files.is_open(inode.ino):
             self._files.placement.drop(inode.ino, inode.tier)
         self._names.wake()

@@ -1,0 +1,106 @@
+"""Computes the digests of closed versions, one at a time, in a thread that lets go of the GIL.
+
+Not at once: a file that is renamed, rewritten or deleted within the flush delay costs nothing,
+and neither do the writers next to it. Not only at the upload: a checkpoint is known to be
+complete while the store is away.
+"""
+
+import errno
+import time
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from lmstorfs.catalog.catalog import Inode
+from lmstorfs.catalog.sqlite import SqliteCatalog
+from lmstorfs.checkpoint.flusher import Flusher
+from lmstorfs.digest import DigestCancelledError, digest_file
+from lmstorfs.tiers import Placement
+from lmstorfs.units import MIB
+
+log = structlog.get_logger()
+
+_SMALL_BYTES = 1 * MIB  # costs less than handing it to a thread
+_LOOK_S = 0.02
+
+
+class Digester:
+    """The versions of one mount that still lack a digest."""
+
+    def __init__(
+        self, catalog: SqliteCatalog, placement: Placement, flusher: Flusher, *, delay_s: float
+    ) -> None:
+        self._catalog = catalog
+        self._placement = placement
+        self._flusher = flusher
+        self._delay_s = delay_s
+        self._waiting: dict[int, int] = {}  # ino → version, the longest closed first
+        self._current: int | None = None
+        self._wake = trio.Event()
+
+    def add(self, ino: int, version: int) -> None:
+        """Have the digest of a version computed once it has settled."""
+        self._waiting.pop(ino, None)
+        self._waiting[ino] = version
+        self._wake.set()
+
+    def forget(self, ino: int) -> None:
+        """The version is gone or about to change: its digest is not wanted any more."""
+        self._waiting.pop(ino, None)
+        if self._current == ino:
+            self._current = None  # what the thread looks at between two buffers
+
+    async def run(self) -> None:
+        """Work until cancelled."""
+        while True:
+            inode = self._next()
+            if inode is not None:
+                await self.digest(inode)
+                continue
+            self._wake = trio.Event()
+            with trio.move_on_after(_LOOK_S if self._waiting else float("inf")):
+                await self._wake.wait()
+
+    def _next(self) -> Inode | None:
+        now = time.time()
+        for ino, version in list(self._waiting.items()):
+            inode = self._catalog.find(ino)
+            if inode is None or inode.version != version or inode.nlink == 0:
+                del self._waiting[ino]
+                continue
+            settled = now - (inode.closed_at or 0.0) >= self._delay_s
+            if settled or self._flusher.is_wanted(ino):
+                del self._waiting[ino]
+                return inode
+        return None
+
+    async def digest(self, inode: Inode) -> str | None:
+        """Compute and note one version's digest; None where it changed or went meanwhile."""
+        tier = self._placement.tier(inode.tier)
+        if tier is None:
+            return None
+        path = tier.path(inode.ino)
+        self._current = inode.ino
+        cancelled: Callable[[], bool] = lambda: self._current != inode.ino  # noqa: E731
+        try:
+            if inode.version_size <= _SMALL_BYTES:
+                digest = digest_file(path, inode.version_size)
+            else:
+                digest = await trio.to_thread.run_sync(
+                    digest_file, path, inode.version_size, cancelled, abandon_on_cancel=True
+                )
+            if path.stat().st_mtime_ns != inode.version_mtime_ns:
+                return None  # a writer came meanwhile: its close is a version of its own
+        except (EOFError, DigestCancelledError) as error:
+            log.debug("no digest", ino=inode.ino, reason=str(error))
+            return None
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                log.error("no digest", ino=inode.ino, error=str(error))
+            return None
+        finally:
+            self._current = None
+        self._catalog.contents.set_digest(inode.ino, inode.version, digest)
+        self._flusher.wake()
+        return digest
