@@ -64,24 +64,29 @@ class Contender:
 
 
 def run(*words: object) -> str:
-    """Run a command that a contender needs; its last words become the reason if it fails."""
+    """Run a command that a contender needs; its last words become the reason if it fails.
+
+    Its output goes to a file and not to a pipe, which a daemon that it leaves would hold open.
+    """
     command = [str(word) for word in words]
-    try:
-        result = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=COMMAND_TIMEOUT_S,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise CannotStartError(f"{Path(command[0]).name}: {error}") from error
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            result = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=COMMAND_TIMEOUT_S,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CannotStartError(f"{Path(command[0]).name}: {error}") from error
+        output.seek(0)
+        text = output.read()
     if result.returncode != 0:
-        lines = result.stdout.strip().splitlines() or [f"exit code {result.returncode}"]
+        lines = text.strip().splitlines() or [f"exit code {result.returncode}"]
         raise CannotStartError(f"{Path(command[0]).name}: {lines[-1]}")
-    return result.stdout
+    return text
 
 
 def is_mounted(path: Path) -> bool:

@@ -54,7 +54,7 @@ def package_version(name: str) -> str:
 def filesystem_of(path: Path) -> str:
     """Return the type of the filesystem that `path` lies on."""
     result = subprocess.run(
-        ["stat", "-f", "-c", "%T", str(path)], capture_output=True, text=True, check=False
+        ["findmnt", "-no", "FSTYPE", "-T", path], capture_output=True, text=True, check=False
     )
     return result.stdout.strip() or "unknown"
 

@@ -13,7 +13,7 @@ import time
 
 
 def write_stream(path: str, total: int, buffer: memoryview) -> tuple[float, float]:
-    """Write `buffer` again and again to a new file, `total` bytes; return when it began and ended."""
+    """Write `buffer` to a new file until it has `total` bytes; return when it began and ended."""
     size = len(buffer)
     started = time.monotonic()
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
