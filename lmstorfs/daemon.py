@@ -129,7 +129,6 @@ class Daemon:
             for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
-            nursery.start_soon(self._abort_old_uploads)
             nursery.start_soon(self._watch_signals)
             served = trio.Event()
             nursery.start_soon(self._serve_kernel, served)
@@ -204,18 +203,6 @@ class Daemon:
         os.write(ready_fd, json.dumps(answer).encode() + b"\n")
         os.close(ready_fd)
         log.info("mounted", mountpoint=self.config.mountpoint, data_path=self.report.data_path)
-
-    async def _abort_old_uploads(self) -> None:
-        """Drop the multipart uploads that an earlier daemon left in the air."""
-        for ino, key, upload_id in self.catalog.contents.uploads():
-            if ino in self.flusher.in_flight or upload_id is None:
-                continue
-            try:
-                await trio.to_thread.run_sync(self.store.abort_upload, key, upload_id)
-            except LmstorfsError as error:
-                log.warning("old upload not aborted", key=key, error=str(error))
-            else:
-                self.catalog.contents.upload_ended(ino)
 
     async def _finish(self) -> bool:
         """Bring what is dirty to the store, if that is wanted; return whether anything is left."""

@@ -89,7 +89,10 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class JournalEntry(msgspec.Struct, frozen=True):
-    """Something that the store must still be told, in order (`delete`, `rename`, `rmdir`)."""
+    """Something that the store must still be told: `delete`, `rename`, `rmdir`, `abort`.
+
+    `new_key` is where a rename leads, and an abort's upload id.
+    """
 
     seq: int
     op: str
@@ -97,12 +100,18 @@ class JournalEntry(msgspec.Struct, frozen=True):
     new_key: str | None
     is_dir: int
 
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the one or two keys that it is about."""
+        if self.op == "rename" and self.new_key is not None:
+            return (self.key, self.new_key)
+        return (self.key,)
+
     def touches(self, key: str) -> bool:
         """Whether this entry changes what lies at, above or below `key`."""
         return any(
             key == mine or key.startswith(mine + "/") or mine.startswith(key + "/")
-            for mine in (self.key, self.new_key)
-            if mine is not None
+            for mine in self.keys
         )
 
     def moves(self, key: str) -> str | None:
@@ -112,6 +121,8 @@ class JournalEntry(msgspec.Struct, frozen=True):
                 return self.new_key
             if self.is_dir and key.startswith(self.key + "/"):
                 return self.new_key + key[len(self.key) :]
+            if key == self.new_key:
+                return None
         if self.op == "delete" and key == self.key:
             return None
         return key

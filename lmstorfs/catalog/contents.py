@@ -5,13 +5,14 @@ Every step is one transaction and is committed before the call that it answers r
 a crash the rows say which contents some close or fsync vouched for.
 """
 
+import os
 import time
 from collections.abc import Callable
 
-from lmstorfs.catalog.catalog import Inode, Pending
+from lmstorfs.catalog.catalog import ROOT_INO, Inode, Pending
 from lmstorfs.catalog.database import Database
-from lmstorfs.catalog.journal import Journal
-from lmstorfs.store.store import ObjectInfo
+from lmstorfs.catalog.journal import Journal, ancestors
+from lmstorfs.store.store import Kind, ObjectInfo
 
 # The words of the partial index, so that SQLite uses it.
 _BEHIND = "(version != stored_version OR attrs_dirty)"
@@ -143,20 +144,21 @@ class Contents:
         """The store now holds `version` at `key`.
 
         The file may have been renamed, replaced or unlinked while it was on its way: then the
-        object is sent after it, left for the upload that will replace it, or deleted.
+        object is sent after it, left for the upload that will replace it, or deleted. What the
+        journal says of `key` waited for this upload, so all of it comes after it.
         """
         with self._db.transaction():
-            inode = self._db.inode("WHERE i.ino = ?", (ino,))
-            where = self._journal.future_key(key)
-            path = self._path_of(ino)
             self.upload_ended(ino)
-            if where is None:
-                return  # a delete that waits will remove it
-            if inode is None or path is None:
-                self._leave_or_delete(where)
+            is_dir = info.kind is Kind.DIRECTORY
+            path = self._path_of(ino)
+            waits = self._journal.blocks(key)
+            where = self._journal.future_key(key) if waits else key
+            if path is None or (where != path and waits):
+                self._leftover(key, is_dir=is_dir)
                 return
             if where != path:
-                self._journal.rename(where, path, is_dir=inode.is_dir)
+                self._journal.rename(key, path, is_dir=is_dir)
+                self._tidy_above(key)
             self._db.execute(
                 "UPDATE inodes SET stored_version = ?, stored_key = ?, etag = ?, needs_head = 0,"
                 " attrs_dirty = ?, digest = CASE WHEN version = ? THEN ? ELSE digest END"
@@ -164,25 +166,81 @@ class Contents:
                 (version, path, info.etag if path == key else None, int(attributes_changed),
                  version, info.attributes.digest if info.attributes else None, ino),
             )  # fmt: skip
+            self._claim_above(path)
 
-    def _leave_or_delete(self, key: str) -> None:
-        """Nobody's object lies at `key`: leave it to the file of that name, or delete it."""
-        parent = 1
-        ino: int | None = None
-        for part in key.encode("utf-8", "surrogateescape").split(b"/"):
+    def given_up(self, ino: int, key: str, *, is_dir: bool = False) -> None:
+        """An upload to `key` ended and nobody knows how: the store may hold all of it, or parts.
+
+        The object counts as one that the next upload replaces, or is deleted; a multipart upload
+        is aborted for as long as it takes.
+        """
+        with self._db.transaction():
+            row = self._db.execute("SELECT upload_id FROM uploads WHERE ino = ?", (ino,)).fetchone()
+            self.upload_ended(ino)
+            path = self._path_of(ino)
+            if path is not None and self._journal.future_key(key) == path:
+                self._claim(ino, path)
+                self._claim_above(path)
+            else:
+                self._leftover(key, is_dir=is_dir)
+            if row is not None and row[0] is not None:
+                self._journal.abort(key, row[0])
+
+    def recover_uploads(self) -> None:
+        """The daemon that these uploads belonged to is dead."""
+        for ino, key, _ in self.uploads():
+            self.given_up(ino, key.rstrip("/"), is_dir=key.endswith("/"))
+
+    def _leftover(self, key: str, *, is_dir: bool) -> None:
+        """What lies at `key` belongs to nobody: leave it to the file of that name, or delete it."""
+        owner = self._at(key)
+        if not self._journal.blocks(key):
+            if owner is not None and owner.is_dir == is_dir:
+                self._claim(owner.ino, key)
+                self._claim_above(key)
+                return
+        elif self._journal.future_key(key) is None and not self._journal.in_the_way(key):
+            return  # what waits deletes or replaces it
+        if is_dir:
+            self._journal.remove_directory(key, ahead=True)
+            if owner is None or not owner.is_dir:  # again, once what waits has emptied it
+                self._journal.remove_directory(key)
+        else:
+            self._journal.delete(key, ahead=True)
+        self._tidy_above(key)
+
+    def _tidy_above(self, key: str) -> None:
+        """An upload made the directories above `key`: those that no longer are go again."""
+        for above in ancestors(key):
+            owner = self._at(above)
+            if owner is None or not owner.is_dir:
+                self._journal.remove_directory(above)
+            elif owner.stored_key is None:
+                self._claim(owner.ino, above)
+
+    def _claim_above(self, key: str) -> None:
+        """The store has made the directories above `key`, whatever it knows of them."""
+        for above in ancestors(key):
+            owner = self._at(above)
+            if owner is not None and owner.stored_key is None:
+                self._claim(owner.ino, above)
+
+    def _claim(self, ino: int, key: str) -> None:
+        self._db.execute(
+            "UPDATE inodes SET stored_key = ? WHERE ino = ? AND stored_key IS NULL", (key, ino)
+        )
+
+    def _at(self, key: str) -> Inode | None:
+        """Return the inode whose path is `key` now."""
+        ino = ROOT_INO
+        for part in os.fsencode(key).split(b"/"):
             row = self._db.execute(
-                "SELECT ino FROM names WHERE parent = ? AND name = ?", (parent, part)
+                "SELECT ino FROM names WHERE parent = ? AND name = ?", (ino, part)
             ).fetchone()
             if row is None:
-                ino = None
-                break
-            ino = parent = row[0]
-        if ino is None:
-            self._journal.delete(key)
-        else:
-            self._db.execute(
-                "UPDATE inodes SET stored_key = ? WHERE ino = ? AND stored_key IS NULL", (key, ino)
-            )
+                return None
+            ino = row[0]
+        return self._db.inode("WHERE i.ino = ?", (ino,))
 
     def kept_here(self, ino: int) -> None:
         """The store has no form for it (a FIFO): the catalog alone holds it."""
@@ -228,7 +286,10 @@ class Contents:
     # --- uploads under way -------------------------------------------------------------------
 
     def upload_began(self, ino: int, key: str, upload_id: str | None = None) -> None:
-        """An upload to `key` is under way; whoever finds the row after a crash can clean up."""
+        """An upload to `key` is under way; whoever finds the row after a crash can clean up.
+
+        A directory's key ends with `/`.
+        """
         self._db.execute("INSERT OR REPLACE INTO uploads VALUES (?, ?, ?)", (ino, key, upload_id))
 
     def upload_ended(self, ino: int) -> None:

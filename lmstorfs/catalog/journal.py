@@ -6,6 +6,7 @@ wait for the entries that touch it (`blocks`), and entries wait for uploads unde
 """
 
 from collections import Counter
+from collections.abc import Callable
 
 from lmstorfs.catalog.catalog import JournalEntry
 from lmstorfs.catalog.database import Database
@@ -17,6 +18,8 @@ class Journal:
     def __init__(self, db: Database) -> None:
         self._db = db
         rows = db.execute("SELECT seq, op, key, new_key, is_dir FROM journal ORDER BY seq")
+        self.on_added: Callable[[], None] = lambda: None
+        """Called when something was added; the transaction may still be open."""
         self._entries: dict[int, JournalEntry] = {}
         self._exact: Counter[str] = Counter()  # keys of entries: `blocks` must not scan them all
         self._above: Counter[str] = Counter()  # the directories above those keys
@@ -26,36 +29,45 @@ class Journal:
     def _remember(self, entry: JournalEntry, sign: int = 1) -> None:
         if sign > 0:
             self._entries[entry.seq] = entry
-        for key in (entry.key, entry.new_key):
-            if key is not None:
-                self._exact[key] += sign
-                for above in _ancestors(key):
-                    self._above[above] += sign
-                    if not self._above[above]:
-                        del self._above[above]
-                if not self._exact[key]:
-                    del self._exact[key]
+        for key in entry.keys:
+            self._exact[key] += sign
+            for above in ancestors(key):
+                self._above[above] += sign
+                if not self._above[above]:
+                    del self._above[above]
+            if not self._exact[key]:
+                del self._exact[key]
 
-    def _add(self, op: str, key: str, new_key: str | None, is_dir: bool) -> None:
+    def _add(
+        self, op: str, key: str, new_key: str | None, *, is_dir: bool, ahead: bool = False
+    ) -> None:
+        first = min(self._entries, default=None)
         cursor = self._db.execute(
-            "INSERT INTO journal (op, key, new_key, is_dir) VALUES (?, ?, ?, ?)",
-            (op, key, new_key, int(is_dir)),
+            "INSERT INTO journal (seq, op, key, new_key, is_dir) VALUES (?, ?, ?, ?, ?)",
+            (first - 1 if ahead and first is not None else None, op, key, new_key, int(is_dir)),
         )
         seq = cursor.lastrowid
         assert seq is not None
         self._remember(JournalEntry(seq, op, key, new_key, int(is_dir)))
+        if ahead:
+            self._entries = dict(sorted(self._entries.items()))
+        self.on_added()
 
-    def delete(self, key: str) -> None:
-        """The object `key` is to go."""
-        self._add("delete", key, None, False)
+    def delete(self, key: str, *, ahead: bool = False) -> None:
+        """The object `key` is to go; `ahead`: before all that waits already."""
+        self._add("delete", key, None, is_dir=False, ahead=ahead)
 
-    def remove_directory(self, key: str) -> None:
-        """The directory `key` is to go, once empty."""
-        self._add("rmdir", key, None, True)
+    def remove_directory(self, key: str, *, ahead: bool = False) -> None:
+        """The directory `key` is to go, where it is empty."""
+        self._add("rmdir", key, None, is_dir=True, ahead=ahead)
+
+    def abort(self, key: str, upload_id: str) -> None:
+        """The multipart upload `upload_id` to `key`, or its temporary file, is to go."""
+        self._add("abort", key, upload_id, is_dir=False)
 
     def rename(self, old: str, new: str, *, is_dir: bool) -> None:
         """The object or directory `old` is to become `new`."""
-        self._add("rename", old, new, is_dir)
+        self._add("rename", old, new, is_dir=is_dir)
 
     def entries(self) -> list[JournalEntry]:
         """Return what is still to be done, oldest first."""
@@ -81,20 +93,30 @@ class Journal:
         return (
             key in self._exact
             or key in self._above
-            or any(above in self._exact for above in _ancestors(key))
+            or any(above in self._exact for above in ancestors(key))
         )
 
     def future_key(self, key: str) -> str | None:
         """Return where the object that is now at `key` will be; None when it will be gone."""
+        return self._follow(key)[0]
+
+    def in_the_way(self, key: str) -> bool:
+        """Whether a directory is to be moved to where nobody knew of the object at `key`."""
+        return self._follow(key)[1]
+
+    def _follow(self, key: str) -> tuple[str | None, bool]:
         current: str | None = key
         for entry in self._entries.values():
+            if entry.op == "rename" and entry.is_dir and key.startswith(f"{entry.new_key}/"):
+                return None, True
+            current = entry.moves(key)
             if current is None:
-                return None
-            current = entry.moves(current)
-        return current
+                return None, False
+            key = current
+        return key, False
 
 
-def _ancestors(key: str) -> list[str]:
+def ancestors(key: str) -> list[str]:
     """Return the directories above `key`, nearest first."""
     found = []
     while "/" in key:

@@ -211,7 +211,7 @@ class Flusher:
         if inode.is_file and inode.dirty and (inode.tier is None or inode.digest is None):
             return None  # lost with a tier (`status` counts it), or its digest is on its way
         key = self._catalog.path(ino)
-        if key is None or self._catalog.journal.blocks(key):
+        if key is None or self._catalog.journal.blocks(key) or self._is_taken(inode, key):
             return None
         if inode.is_dir and inode.stored_version and self._has_dirty_children(ino):
             return None  # its times would be overtaken by what comes into it
@@ -221,6 +221,12 @@ class Flusher:
             since = max(inode.closed_at or 0.0, inode.ctime_ns / 1e9)
             wait_s = max(wait_s, min(self._delay_s, since + self._delay_s - time.time()))
         return max(0.0, wait_s)
+
+    def _is_taken(self, inode: Inode, key: str) -> bool:
+        """Whether an upload of another inode, which had this name before, is still under way."""
+        if inode.is_dir:
+            return any(flight.key == key for flight in self.in_flight.values())
+        return self.is_busy(key)
 
     def _has_dirty_children(self, ino: int) -> bool:
         row = self._catalog.db.execute(
@@ -244,12 +250,13 @@ class Flusher:
                 await self._bring(inode, flight)
             if flight.scope.cancelled_caught:
                 self._cancelled += 1
-                self._catalog.contents.upload_ended(ino)
+                self._given_up(inode, flight)
         except SupersededError:
             self._superseded_count += 1
             self._superseded[ino] = flight.version
-            self._catalog.contents.upload_ended(ino)
+            self._given_up(inode, flight)
         except StoreError as error:
+            self._given_up(inode, flight)
             self.health.failed(error)
             self._backoff.failed(ino, time.monotonic())
             if isinstance(error, StoreUnreachableError):
@@ -265,6 +272,11 @@ class Flusher:
             self.in_flight.pop(ino, None)
             self.announce()
             self.wake()
+
+    def _given_up(self, inode: Inode, flight: Flight) -> None:
+        """The upload failed, or it was given up: what it may have left must not stay."""
+        if inode.dirty:
+            self._catalog.contents.given_up(inode.ino, flight.key, is_dir=inode.is_dir)
 
     def _succeeded(self, ino: int) -> None:
         if self.health.state == "unreachable":
@@ -288,9 +300,11 @@ class Flusher:
         if kind == stat.S_IFREG:
             info = await self._bring_file(inode, flight, attributes)
         elif kind == stat.S_IFDIR:
+            self._catalog.contents.upload_began(inode.ino, flight.key + "/")
             info = await trio.to_thread.run_sync(self._store.put_directory, flight.key, attributes)
         elif kind == stat.S_IFLNK:
             target = (inode.target or b"").decode("utf-8", "surrogateescape")
+            self._catalog.contents.upload_began(inode.ino, flight.key)
             info = await trio.to_thread.run_sync(
                 self._store.put_symlink, flight.key, target, attributes
             )

@@ -32,6 +32,7 @@ class NameSync:
         self._flusher = flusher
         self._backoff = Backoff()
         self._wake = trio.Event()
+        catalog.journal.on_added = self.wake
 
     def wake(self) -> None:
         """The journal has grown."""
@@ -72,7 +73,7 @@ class NameSync:
         return done
 
     def _must_wait(self, entry: JournalEntry, waiting: list[JournalEntry]) -> bool:
-        keys = [key for key in (entry.key, entry.new_key) if key is not None]
+        keys = entry.keys
         if self._backoff.not_before(entry.seq) > time.monotonic():
             return True
         return any(self._flusher.is_busy(key) for key in keys) or any(
@@ -104,6 +105,8 @@ class NameSync:
             await trio.to_thread.run_sync(self._store.delete, keys)
         elif first.op == "rmdir":
             await trio.to_thread.run_sync(self._store.remove_directory, first.key)
+        elif first.op == "abort":
+            await trio.to_thread.run_sync(self._store.abort_upload, first.key, first.new_key or "")
         else:
             await self._rename(first)
 

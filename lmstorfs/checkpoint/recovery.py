@@ -41,6 +41,7 @@ def adopt(
 ) -> Adopted:
     """Bring catalog and tiers to agree; start the digests of what will be flushed."""
     result = Adopted()
+    catalog.contents.recover_uploads()
     for ino in catalog.orphans():
         catalog.purge(ino)
     for tier in placement.tiers:
