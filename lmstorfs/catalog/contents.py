@@ -188,8 +188,12 @@ class Contents:
 
     def recover_uploads(self) -> None:
         """The daemon that these uploads belonged to is dead."""
-        for ino, key, _ in self.uploads():
-            self.given_up(ino, key.rstrip("/"), is_dir=key.endswith("/"))
+        for ino, key, upload_id in self.uploads():
+            is_dir = key.endswith("/")
+            with self._db.transaction():
+                self.given_up(ino, key.rstrip("/"), is_dir=is_dir)
+                if upload_id is None and not is_dir:
+                    self._journal.abort(key, "")  # one may have begun that it never heard of
 
     def _leftover(self, key: str, *, is_dir: bool) -> None:
         """What lies at `key` belongs to nobody: leave it to the file of that name, or delete it."""

@@ -273,6 +273,10 @@ class DirectoryStore(Store):
 
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Remove the temporary file `upload_id`, which lies beside `key`."""
+        if not upload_id:
+            with suppress(NotInStoreError):
+                self.sweep(key.rpartition("/")[0])
+            return
         if "/" in upload_id or not upload_id.startswith(TEMPORARY_PREFIX):
             raise StoreError(f"{printable(upload_id)} is no temporary file of this store")
         with suppress(NotInStoreError), self._open_parent(key) as (parent, _):

@@ -299,9 +299,17 @@ def is_abandoned(name: str, status: os.stat_result, now: float) -> bool:
     """
     home, _, rest = name.removeprefix(TEMPORARY_PREFIX).partition("-")
     pid = rest.partition("-")[0]
-    if home == _writers_home() and pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    if home == _writers_home() and pid.isdigit() and not _is_alive(pid):
         return True
     return now - status.st_ctime > _ABANDONED_AFTER_S
+
+
+def _is_alive(pid: str) -> bool:
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(") ")[2][:1] not in "ZX"  # dead, where nobody collects the dead
 
 
 @cache

@@ -31,7 +31,14 @@ from lmstorfs.store.s3_metadata import (
     time_ns,
     write_metadata,
 )
-from lmstorfs.store.s3_transfer import Fetcher, abort_upload, get_range, put_large, put_small
+from lmstorfs.store.s3_transfer import (
+    Fetcher,
+    abort_upload,
+    abort_uploads,
+    get_range,
+    put_large,
+    put_small,
+)
 from lmstorfs.store.store import (
     Attributes,
     Capacity,
@@ -332,7 +339,10 @@ class S3Store(Store):
     def abort_upload(self, key: str, upload_id: str) -> None:
         """Abort a multipart upload; one that is gone is fine."""
         split_key(key)
-        abort_upload(self._bucket, key, upload_id)
+        if upload_id:
+            abort_upload(self._bucket, key, upload_id)
+        else:
+            abort_uploads(self._bucket, key)
 
     def capacity(self) -> Capacity | None:
         """S3 has no such number."""

@@ -30,6 +30,7 @@ MIN_PART_BYTES = 5 << 20  # S3's limit, but for the last part
 _MIB = 1 << 20
 _SEND_BYTES = 256 << 10  # given to the socket at once: long enough for speed, short to cancel
 _RECEIVE_BYTES = 1 << 20
+_NO_UPLOADS = ("NoSuchUpload", "404", "405", "501", "NotImplemented", "MethodNotAllowed")
 _FETCH_ATTEMPTS = 3  # of one range in a row without a byte of progress
 
 
@@ -256,6 +257,21 @@ def abort_upload(bucket: Bucket, key: str, upload_id: str) -> None:
     except (ClientError, BotoCoreError) as error:
         if not isinstance(error, ClientError) or code_of(error) not in ("NoSuchUpload", "404"):
             raise s3_error(error, key) from error
+
+
+def abort_uploads(bucket: Bucket, key: str) -> None:
+    """Drop all multipart uploads to `key`; a server that cannot list them keeps none."""
+    name = bucket.object_key(key)
+    pages = bucket.client.get_paginator("list_multipart_uploads")
+    found: list[str] = []
+    try:
+        for page in pages.paginate(Bucket=bucket.name, Prefix=name):
+            found += [u["UploadId"] for u in page.get("Uploads", ()) if u["Key"] == name]
+    except (ClientError, BotoCoreError) as error:
+        if not isinstance(error, ClientError) or code_of(error) not in _NO_UPLOADS:
+            raise s3_error(error, key) from error
+    for upload_id in found:
+        abort_upload(bucket, key, upload_id)
 
 
 class Fetcher:

@@ -201,7 +201,11 @@ class Store(ABC):
 
     @abstractmethod
     def abort_upload(self, key: str, upload_id: str) -> None:
-        """Drop a multipart upload that nobody will finish, or its temporary file."""
+        """Drop a multipart upload that nobody will finish, or its temporary file.
+
+        An empty `upload_id` stands for one that nobody knows: all uploads to `key` whose writers
+        are dead.
+        """
 
     @abstractmethod
     def capacity(self) -> Capacity | None:
