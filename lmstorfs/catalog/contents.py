@@ -196,31 +196,43 @@ class Contents:
                     self._journal.abort(key, "")  # one may have begun that it never heard of
 
     def _leftover(self, key: str, *, is_dir: bool) -> None:
-        """What lies at `key` belongs to nobody: leave it to the file of that name, or delete it."""
-        owner = self._at(key)
-        if not self._journal.blocks(key):
-            if owner is not None and owner.is_dir == is_dir:
-                self._claim(owner.ino, key)
-                self._claim_above(key)
-                return
-        elif self._journal.future_key(key) is None and not self._journal.in_the_way(key):
-            return  # what waits deletes or replaces it
-        if is_dir:
-            self._journal.remove_directory(key, ahead=True)
-            if owner is None or not owner.is_dir:  # again, once what waits has emptied it
-                self._journal.remove_directory(key)
-        else:
-            self._journal.delete(key, ahead=True)
-        self._tidy_above(key)
+        """What lies at `key` belongs to nobody: leave it to the file of that name, or delete it.
 
-    def _tidy_above(self, key: str) -> None:
+        Where the journal speaks of `key`, all of it is still to be done, so the deletes go ahead.
+        """
+        ahead = self._journal.blocks(key)
+        where = self._journal.future_key(key)
+        if where is None and not self._journal.in_the_way(key):
+            return  # what waits deletes or replaces it
+        owner = None if where is None else self._at(where)
+        fits = owner is not None and owner.is_dir == is_dir and (is_dir or not ahead)
+        if fits and owner is not None and where is not None:
+            self._claim(owner.ino, where)
+            self._claim_above(where)
+            return
+        if ahead:  # each goes before the last
+            self._tidy_above(key, ahead=True)
+        if not is_dir:
+            self._journal.delete(key, ahead=ahead)
+        else:
+            if ahead and where is not None:  # again, once what waits has emptied it
+                self._journal.remove_directory(where)
+            self._journal.remove_directory(key, ahead=ahead)
+        if not ahead:
+            self._tidy_above(key)
+
+    def _tidy_above(self, key: str, *, ahead: bool = False) -> None:
         """An upload made the directories above `key`: those that no longer are go again."""
+        gone = []
         for above in ancestors(key):
-            owner = self._at(above)
-            if owner is None or not owner.is_dir:
-                self._journal.remove_directory(above)
-            elif owner.stored_key is None:
-                self._claim(owner.ino, above)
+            where = self._journal.future_key(above)
+            owner = None if where is None else self._at(where)
+            if owner is not None and where is not None and owner.is_dir:
+                self._claim(owner.ino, where)
+            elif where is not None or self._journal.in_the_way(above):
+                gone.append(above)
+        for above in reversed(gone) if ahead else gone:
+            self._journal.remove_directory(above, ahead=ahead)
 
     def _claim_above(self, key: str) -> None:
         """The store has made the directories above `key`, whatever it knows of them."""

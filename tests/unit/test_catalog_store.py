@@ -11,6 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -62,10 +63,12 @@ class ObjectStore:
         self._objects[key + "/"] = b""
         return info_of(key, Kind.DIRECTORY, b"", attributes)
 
-    def head(self, key: str) -> ObjectInfo:
+    def set_attributes(self, key: str, kind: Kind, attributes: Attributes) -> ObjectInfo:
+        if kind is Kind.DIRECTORY:
+            return self.put_directory(key, attributes)
         if key not in self._objects:
             raise NotInStoreError(key)
-        return info_of(key, Kind.FILE, self._objects[key], None)
+        return info_of(key, kind, self._objects[key], attributes)
 
     def rename(self, old: str, new: str, kind: Kind) -> None:
         if kind is Kind.FILE:
@@ -274,6 +277,14 @@ class NamesAndUploads(RuleBasedStateMachine):
             self.catalog.purge(inode.ino)
 
     @precondition(lambda self: self.tree)
+    @rule(data=st.data(), mode=st.sampled_from([0o700, 0o755]))
+    def chmod(self, data: st.DataObject, mode: int) -> None:
+        inode = self.catalog.resolve(data.draw(st.sampled_from(self.paths()), "chmod"))
+        assert inode is not None
+        changed = stat.S_IFMT(inode.mode) | mode
+        self.catalog.set_attributes(inode.ino, mode=changed, ctime_ns=time.time_ns())
+
+    @precondition(lambda self: self.tree)
     @rule(
         data=st.data(),
         flags=st.sampled_from([0, 0, 0, 0, RENAME_NOREPLACE, RENAME_EXCHANGE]),
@@ -330,14 +341,16 @@ class NamesAndUploads(RuleBasedStateMachine):
     @precondition(lambda self: self.ready())
     @rule(data=st.data())
     def start_upload(self, data: st.DataObject) -> None:
-        inode = data.draw(st.sampled_from(self.ready()), "upload")
+        inos = [inode.ino for inode in self.ready()]
+        inode = self.catalog.get(data.draw(st.sampled_from(inos), "upload"))
         key = self.catalog.path(inode.ino)
         assert key is not None
         flight = Flight(key, inode.version, inode.version_size, scope=new_scope())
         self.flusher.in_flight[inode.ino] = flight
         content = self.contents.get(inode.ino, b"")
         self.sent[inode.ino] = Sent(inode, flight, content)
-        self.catalog.contents.upload_began(inode.ino, key + "/" * inode.is_dir)
+        if inode.dirty:
+            self.catalog.contents.upload_began(inode.ino, key + "/" * inode.is_dir)
 
     def superseded(self, sent: Sent) -> bool:
         return not sent.inode.is_dir and self.contents[sent.inode.ino] != sent.content
@@ -351,7 +364,10 @@ class NamesAndUploads(RuleBasedStateMachine):
             return
         attributes = attributes_of(sent.inode, {})
         try:
-            if sent.inode.is_dir:
+            if not sent.inode.dirty:
+                kind = Kind.DIRECTORY if sent.inode.is_dir else Kind.FILE
+                sent.info = self.store.set_attributes(sent.flight.key, kind, attributes)
+            elif sent.inode.is_dir:
                 sent.info = self.store.put_directory(sent.flight.key, attributes)
             else:
                 sent.info = self.store.put(sent.flight.key, sent.content, attributes)
@@ -367,7 +383,9 @@ class NamesAndUploads(RuleBasedStateMachine):
 
     def end(self, sent: Sent, *, known: bool) -> None:
         ino = sent.inode.ino
-        if known and sent.info is not None:
+        if known and sent.info is not None and not sent.inode.dirty:
+            self.catalog.contents.attributes_stored(sent.inode, sent.info.etag)
+        elif known and sent.info is not None:
             self.flusher._record(sent.inode, sent.flight, sent.info)
         else:
             self.flusher._given_up(sent.inode, sent.flight)
