@@ -27,11 +27,8 @@ class Proxy:
         self.delay_s = 0.0
         """How long each piece of data waits before it is passed on."""
         self.bytes_per_s: float | None = None
-        self.cut_after_bytes: int | None = None
-        """Reset the connection that has sent this much to the server; once."""
         self.received_bytes = 0
         """What clients sent through, all together."""
-        self.cuts = 0
         self.answered = 0
         """Requests that were answered in the server's place."""
         self._live: set[socket.socket] = set()
@@ -55,7 +52,7 @@ class Proxy:
     def restore(self) -> None:
         """Be a good network again."""
         self.mode = "pass"
-        self.delay_s, self.bytes_per_s, self.cut_after_bytes = 0.0, None, None
+        self.delay_s, self.bytes_per_s = 0.0, None
 
     def close(self) -> None:
         """End all threads and connections."""
@@ -130,7 +127,6 @@ class Proxy:
                     self._live.discard(server)
 
     def _shovel(self, client: socket.socket, server: socket.socket) -> None:
-        sent = 0
         while not self._closed.is_set():
             ready, _, _ = select.select([client, server], [], [], _LOOK_S)
             for source in ready:
@@ -143,14 +139,7 @@ class Proxy:
                     self._closed.wait(len(data) / self.bytes_per_s)
                 (server if source is client else client).sendall(data)
                 if source is client:
-                    sent += len(data)
                     self.received_bytes += len(data)
-                    if self.cut_after_bytes is not None and sent >= self.cut_after_bytes:
-                        self.cut_after_bytes = None
-                        self.cuts += 1
-                        _reset(client)
-                        _reset(server)
-                        return
 
 
 def _reset(sock: socket.socket) -> None:
