@@ -258,10 +258,11 @@ class DirectoryStore(Store):
         return True
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Unlink each of `keys`."""
+        """Unlink each of `keys`; a directory of that name is no file, and stays."""
         for key in keys:
             with suppress(NotInStoreError), self._open_parent(key) as (parent, name):
-                os.unlink(name, dir_fd=parent)
+                with suppress(IsADirectoryError):
+                    os.unlink(name, dir_fd=parent)
 
     def remove_directory(self, key: str) -> None:
         """Remove an empty directory; what dead writers left does not count as content."""
