@@ -260,9 +260,12 @@ class DirectoryStore(Store):
     def delete(self, keys: Iterable[str]) -> None:
         """Unlink each of `keys`; a directory of that name is no file, and stays."""
         for key in keys:
-            with suppress(NotInStoreError), self._open_parent(key) as (parent, name):
-                with suppress(IsADirectoryError):
-                    os.unlink(name, dir_fd=parent)
+            with (
+                suppress(NotInStoreError),
+                self._open_parent(key) as (parent, name),
+                suppress(IsADirectoryError),
+            ):
+                os.unlink(name, dir_fd=parent)
 
     def remove_directory(self, key: str) -> None:
         """Remove an empty directory; what dead writers left does not count as content."""

@@ -12,7 +12,7 @@ import pytest
 
 from tests.faults.mounting import Mount, mounted, wait_for
 from tests.proxy import Proxy, proxied
-from tests.s3servers import S3Server, weed_s3
+from tests.s3servers import S3Server
 
 MIB = 1 << 20
 OPTIONS = ("--ram", "512M", "-o", "flush_delay=0,part_size=5M")
@@ -121,12 +121,6 @@ def test_an_fsync_without_a_second_copy_fails_in_time_and_the_data_is_stored_lat
 
 
 # --- S3 ------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with weed_s3(tmp_path_factory.mktemp("weed")) as running:
-        yield running
 
 
 @contextmanager
