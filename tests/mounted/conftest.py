@@ -1,0 +1,92 @@
+"""Mounts for tests: each data path over each kind of store, shared by the tests of a module."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.faults.mounting import Mount, mounted
+from tests.s3servers import S3Server, rclone_s3
+
+FAST = ("--ram", "1G", "-o", "flush_delay=0.05,attr_timeout=1")
+MATRIX = [
+    ("passthrough", "directory"),
+    ("userspace", "directory"),
+    ("passthrough", "s3"),
+    ("userspace", "s3"),
+]
+
+
+@dataclass
+class Site:
+    """A mount, and the folder in which its store keeps the objects."""
+
+    mount: Mount
+    objects: Path
+    server: S3Server | None
+
+    @property
+    def path(self) -> Path:
+        return self.mount.path
+
+    def fresh(self, name: str) -> Path:
+        """Make a new folder on the mount for one test."""
+        folder = self.path / name
+        folder.mkdir()
+        return folder
+
+    def stored(self, path: Path) -> Path:
+        """Where the store has the object of a file on the mount."""
+        return self.objects / path.relative_to(self.path)
+
+
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with rclone_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=MATRIX, ids=["-".join(pair) for pair in MATRIX])
+def site(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Site]:
+    """A mount that the tests of a module share; each test works in a folder of its own."""
+    data_path, kind = request.param
+    folder = tmp_path_factory.mktemp(f"{data_path}-{kind}")
+    options: list[object] = [*FAST]
+    if data_path == "userspace":
+        options += ["-o", "data_path=userspace"]
+    if kind == "directory":
+        objects = folder / "objects"
+        objects.mkdir()
+        with mounted(folder, "--store", objects, *options) as mount:
+            check_data_path(mount, data_path)
+            yield Site(mount, objects, None)
+        return
+    server: S3Server = request.getfixturevalue("s3_server")
+    prefix = folder.name
+    options += ["--store", f"s3://{server.bucket}/{prefix}", "-o", f"endpoint={server.endpoint}"]
+    with mounted(folder, *options) as mount:
+        check_data_path(mount, data_path)
+        assert server.folder is not None
+        yield Site(mount, server.folder / prefix, server)
+
+
+@pytest.fixture(scope="module")
+def directory_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """One mount over a directory, for what does not depend on store or data path."""
+    folder = tmp_path_factory.mktemp("directory")
+    objects = folder / "objects"
+    objects.mkdir()
+    with mounted(folder, "--store", objects, *FAST) as mount:
+        yield Site(mount, objects, None)
+
+
+def check_data_path(mount: Mount, wanted: str) -> None:
+    """A test that runs on the wrong data path proves nothing."""
+    status = mount.status()
+    if wanted == "passthrough" and os.geteuid() != 0:
+        pytest.skip("passthrough needs root")
+    assert status["data_path"] == wanted, status["data_path_reason"]
