@@ -153,7 +153,8 @@ class Contents:
             path = self._path_of(ino)
             waits = self._journal.blocks(key)
             where = self._journal.future_key(key) if waits else key
-            if path is None or (where != path and waits):
+            nested = path is not None and (path.startswith(key + "/") or key.startswith(path + "/"))
+            if path is None or (where != path and (waits or nested)):
                 self._leftover(key, is_dir=is_dir)
                 return
             if where != path:

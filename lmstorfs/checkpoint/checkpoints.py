@@ -2,8 +2,9 @@
 
 A checkpoint is a directory (or a single file) written together. Trainers do not tell; their names
 do: `step_10/`, `checkpoint-500/`, `global_step100/`, `iter_0000100/`, `epoch=3-step=30.ckpt`. The
-outermost part of a path that carries a number is the checkpoint; where none does, it is the
-directory that holds the file, or the file itself at the top of the mount.
+outermost part of a path that names a step is the checkpoint. Where none does, it is a directory
+whose name is a number, a numbered file that holds weights, or a directory with a number in its
+name; else the directory that holds the file, or the file itself at the top of the mount.
 """
 
 import re
@@ -13,7 +14,24 @@ import msgspec
 
 from lmstorfs.catalog.catalog import Inode
 
+_STEP = re.compile(
+    r"(^|[^a-z])((global_?)?step|checkpoint|ckpt|iter|iteration|epoch|snapshot)s?[-_=.]?\d",
+    re.IGNORECASE,
+)
 _NUMBERED = re.compile(r"\d")
+_SHARD = re.compile(r"^__\d+_\d+\.distcp$|\d+-of-\d+|rank[_-]?\d+|^rng_state|shard|part[_-]?\d+")
+_WEIGHTS = (
+    ".bin",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".npz",
+    ".pkl",
+    ".pt",
+    ".pth",
+    ".safetensors",
+    ".tar",
+)
 _TEMPORARY = re.compile(r"(^|[._-])(tmp|temp|partial|incomplete)([._-]|$)|~$", re.IGNORECASE)
 
 
@@ -49,20 +67,22 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 
 def checkpoint_of(path: str) -> str:
     """Return the path of the checkpoint that the file at `path` belongs to."""
-    parts = path.split("/")
-    for depth, part in enumerate(parts, start=1):
-        if _NUMBERED.search(part) and not (depth == len(parts) and _shard_of(parts)):
-            return "/".join(parts[:depth])
-    return "/".join(parts[:-1]) or path
+    *folders, name = path.split("/")
+    depth = _first(_STEP.search, [*folders, name])
+    if depth is None:
+        depth = _first(str.isdecimal, folders)
+    if depth is None and name.endswith(_WEIGHTS) and _NUMBERED.search(name):
+        depth = None if folders and _SHARD.search(name) else len(folders)
+    if depth is None:
+        depth = _first(lambda part: _NUMBERED.search(part) and not _SHARD.search(part), folders)
+    if depth is not None:
+        return "/".join([*folders, name][: depth + 1])
+    return "/".join(folders) or path
 
 
-def _shard_of(parts: list[str]) -> bool:
-    """Whether the number in a file's name counts its shards, not its steps."""
-    return (
-        len(parts) > 1
-        and re.search(r"^__\d+_\d+\.distcp$|\d+-of-\d+|rank[_-]?\d+|^rng_state|shard", parts[-1])
-        is not None
-    )
+def _first(names: Callable[[str], object], parts: list[str]) -> int | None:
+    """Return the index of the outermost part that `names` says yes to."""
+    return next((index for index, part in enumerate(parts) if names(part)), None)
 
 
 def group(

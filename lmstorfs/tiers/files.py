@@ -53,6 +53,10 @@ def cut_reservation(fd: int, end: int) -> None:
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
+    # ext4 punches nothing beyond the size; a truncation to the same size frees it. Not tried
+    # first: tmpfs would split the huge page that the size lies in.
+    blocks = os.fstat(fd).st_blocks
+    if blocks and blocks == before.st_blocks and blocks * 512 > start:
         os.ftruncate(fd, before.st_size)
     if os.fstat(fd).st_mtime_ns != before.st_mtime_ns:
         os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
