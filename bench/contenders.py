@@ -181,7 +181,7 @@ def start_lmstorfs(workspace: Workspace, stack: ExitStack, data_path: str) -> Ta
         return found
 
     def settle() -> None:
-        run(*command, "sync", mount_point)
+        # What `lmstorfs sync` waits for, and deleted files are not waited for at all.
         wait_for(lambda: status()["store"]["pending_files"] == 0, "lmstorfs's flush")
 
     stack.callback(unmount)

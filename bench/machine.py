@@ -21,7 +21,7 @@ from lmstorfs.units import GIB, MIB, format_size
 
 QUIET_BUSY_FRACTION = 0.10
 QUIET_WINDOW_S = 0.2
-QUIET_TIMEOUT_S = 15.0
+QUIET_TIMEOUT_S = 5.0
 LEAVE_FREE_BYTES = 4 * GIB  # for the contenders' own processes and everybody else's
 MADV_POPULATE_WRITE = 23  # linux/mman.h; not yet among mmap's names
 
@@ -114,7 +114,7 @@ def busy_fraction(window_s: float) -> float:
     return 1 - (later_idle - idle) / max(1, later_total - total)
 
 
-def wait_until_quiet(timeout_s: float = QUIET_TIMEOUT_S) -> bool:
+def wait_until_quiet(timeout_s: float) -> bool:
     """Wait until the CPUs idle; return whether they do."""
     end = time.monotonic() + timeout_s
     while busy_fraction(QUIET_WINDOW_S) > QUIET_BUSY_FRACTION:

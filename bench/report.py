@@ -76,6 +76,8 @@ def judge(results: Results, goals: Sequence[Goal]) -> list[dict[str, Any]]:
     verdicts = []
     for goal in goals:
         for name in goal.cases:
+            if name not in by_name:
+                continue
             ratio = results.ratio(by_name[name], goal.over)
             verdicts.append(
                 {

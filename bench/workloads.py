@@ -57,7 +57,7 @@ def state_dict(total: int) -> dict[str, object]:
     import torch
 
     size = min(TENSOR_BYTES, total)
-    state = {
+    state: dict[str, object] = {
         f"layer.{index}.weight": torch.randint(0, 255, (size,), dtype=torch.uint8)
         for index in range(total // size)
     }

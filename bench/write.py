@@ -16,10 +16,12 @@ import os
 import random
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from bench import machine
 from bench.contenders import (
@@ -151,10 +153,12 @@ def delete_files(directory: Path) -> None:
             path.unlink()
 
 
-def take_turn(case: Case, target: Target, ballast: machine.Ballast) -> tuple[float, bool]:
+def take_turn(
+    case: Case, target: Target, ballast: machine.Ballast, quiet_timeout_s: float
+) -> tuple[float, bool]:
     """Let one contender write once; return the seconds, and whether the CPUs were idle before."""
     timed = case.prepare(target.directory)
-    quiet = machine.wait_until_quiet()
+    quiet = machine.wait_until_quiet(quiet_timeout_s)
     gc.collect()
     gc.disable()
     ballast.release()
@@ -169,7 +173,11 @@ def take_turn(case: Case, target: Target, ballast: machine.Ballast) -> tuple[flo
 
 
 def measure(
-    results: Results, targets: dict[str, Target], repeats: int, ballast: machine.Ballast
+    results: Results,
+    targets: dict[str, Target],
+    repeats: int,
+    ballast: machine.Ballast,
+    quiet_timeout_s: float = machine.QUIET_TIMEOUT_S,
 ) -> None:
     """Fill `results`. A first round through everything is not counted: it warms all up."""
     running = [contender for contender in results.contenders if contender.name in targets]
@@ -179,12 +187,12 @@ def measure(
     shuffled = random.Random(7)
     for case, number in rounds:
         label = "warming up" if number is None else f"{case.name}, {number + 1} of {repeats}"
-        print(label, file=sys.stderr, flush=True)
+        print(f"{time.strftime('%H:%M:%S')}  {label}", file=sys.stderr, flush=True)
         for contender in shuffled.sample(running, len(running)):
             if (case.name, contender.name) in results.failures:
                 continue
             try:
-                seconds, quiet = take_turn(case, targets[contender.name], ballast)
+                seconds, quiet = take_turn(case, targets[contender.name], ballast, quiet_timeout_s)
             except (OSError, CannotStartError) as error:
                 results.failures[case.name, contender.name] = str(error)
                 continue
@@ -194,15 +202,19 @@ def measure(
                 results.add(case, contender, seconds)
 
 
-def choose(names: str | None) -> list[Contender]:
+Named = TypeVar("Named", Case, Contender)
+
+
+def choose(things: Sequence[Named], names: str | None) -> list[Named]:
+    """Return those of `things` that the command line names, or all."""
     if names is None:
-        return CONTENDERS
-    wanted = names.split(",")
-    known = [contender.name for contender in CONTENDERS]
+        return list(things)
+    wanted = [name.strip() for name in names.split(",")]
+    known = [thing.name for thing in things]
     unknown = [name for name in wanted if name not in known]
     if unknown:
-        raise SystemExit(f"no contender {', '.join(unknown)}; there are {', '.join(known)}")
-    return [contender for contender in CONTENDERS if contender.name in wanted]
+        raise SystemExit(f"no {', '.join(unknown)} here; there are: {', '.join(known)}")
+    return [thing for thing in things if thing.name in wanted]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -212,6 +224,7 @@ def parse_arguments() -> argparse.Namespace:
         "--quick", action="store_true", help="small sizes: only to see that it runs"
     )
     parser.add_argument("--contenders", metavar="NAMES", help="only these, with commas between")
+    parser.add_argument("--cases", metavar="NAMES", help="only these, with commas between")
     parser.add_argument("--ballast", default=BALLAST, help=f"memory held touched ({BALLAST})")
     parser.add_argument("--workdir", type=Path, default=Path("/var/tmp"), help="on the local disk")
     parser.add_argument("--json", type=Path, help="where the JSON goes")
@@ -226,7 +239,9 @@ def main() -> int:
         return 1
     quick = arguments.quick
     ballast = machine.Ballast(0 if quick else parse_size(arguments.ballast))
-    results = Results(cases(quick), choose(arguments.contenders))
+    results = Results(
+        choose(cases(quick), arguments.cases), choose(CONTENDERS, arguments.contenders)
+    )
     about = {
         "bench": "write",
         "quick": quick,
@@ -239,7 +254,8 @@ def main() -> int:
     with workspace(arguments.workdir, ram_bytes) as place, ExitStack() as stack:
         targets = start_all(results.contenders, place, stack, results)
         ballast.hold()
-        measure(results, targets, arguments.repeats, ballast)
+        quiet_timeout_s = 0 if quick else machine.QUIET_TIMEOUT_S
+        measure(results, targets, arguments.repeats, ballast, quiet_timeout_s)
         ballast.release()
     verdicts = judge(results, GOALS)
     show(results, COMPARISONS, verdicts, about)
