@@ -167,7 +167,7 @@ class Contents:
                 (version, path, info.etag if path == key else None, int(attributes_changed),
                  version, info.attributes.digest if info.attributes else None, ino),
             )  # fmt: skip
-            self._claim_above(path)
+            self.claim_above(path)
 
     def given_up(self, ino: int, key: str, *, is_dir: bool = False) -> None:
         """An upload to `key` ended and nobody knows how: the store may hold all of it, or parts.
@@ -181,7 +181,7 @@ class Contents:
             path = self._path_of(ino)
             if path is not None and self._journal.future_key(key) == path:
                 self._claim(ino, path)
-                self._claim_above(path)
+                self.claim_above(path)
             else:
                 self._leftover(key, is_dir=is_dir)
             if row is not None and row[0] is not None:
@@ -209,7 +209,7 @@ class Contents:
         fits = owner is not None and owner.is_dir == is_dir and (is_dir or not ahead)
         if fits and owner is not None and where is not None:
             self._claim(owner.ino, where)
-            self._claim_above(where)
+            self.claim_above(where)
             return
         if ahead:  # each goes before the last
             self._tidy_above(key, ahead=True)
@@ -235,7 +235,7 @@ class Contents:
         for above in reversed(gone) if ahead else gone:
             self._journal.remove_directory(above, ahead=ahead)
 
-    def _claim_above(self, key: str) -> None:
+    def claim_above(self, key: str) -> None:
         """The store has made the directories above `key`, whatever it knows of them."""
         for above in ancestors(key):
             owner = self._at(above)
@@ -267,17 +267,26 @@ class Contents:
         """The store's attributes are those of `inode`, as it was read."""
         self._db.execute(
             "UPDATE inodes SET attrs_dirty = 0, etag = COALESCE(?, etag)"
-            " WHERE ino = ? AND ctime_ns = ?",
-            (etag, inode.ino, inode.ctime_ns),
+            " WHERE ino = ? AND ctime_ns = ? AND attrs_dirty = ?",
+            (etag, inode.ino, inode.ctime_ns, inode.attrs_dirty),
         )
 
     def attributes_behind(self, ino: int) -> None:
-        """The store's attributes of `ino` must be written again."""
+        """The store's attributes of `ino` must be written again, also where that is under way."""
         self._db.execute(
-            "UPDATE inodes SET attrs_dirty = 1 WHERE ino = ? AND stored_key IS NOT NULL"
+            "UPDATE inodes SET attrs_dirty = attrs_dirty + 1 WHERE ino = ? AND stored_key IS NOT NULL"
             " AND stored_key != ''",
             (ino,),
         )
+
+    def directory_behind(self, key: str) -> None:
+        """Names came or went in the directory that was at `key` in the store: its time drifted."""
+        where = self._journal.future_key(key)
+        row = self._db.execute(
+            "SELECT ino FROM inodes WHERE stored_key = ? AND (mode & 61440) = 16384", (where,)
+        ).fetchone()
+        if row is not None:
+            self.attributes_behind(row[0])
 
     def set_etags(self, etags: dict[str, str | None]) -> None:
         """The objects at these keys have these ETags now (None: learn it from a listing)."""

@@ -235,11 +235,13 @@ class SqliteCatalog:
                     old_key = self._key_of_stored_child(inode.ino)
                 self.journal.rename(old_key, new_key, is_dir=True)
                 self._rebase_stored(inode.ino, old_key, new_key)
+                self.contents.claim_above(new_key)
             return
         if has_own:
             assert inode.stored_key is not None
             self.journal.rename(inode.stored_key, new_key, is_dir=False)
             self._set_stored_key(inode.ino, new_key)
+            self.contents.claim_above(new_key)
         else:
             if inode.stored_key is not None:  # inherited from what it replaced earlier
                 self.journal.delete(inode.stored_key)
