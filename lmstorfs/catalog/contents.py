@@ -274,19 +274,10 @@ class Contents:
     def attributes_behind(self, ino: int) -> None:
         """The store's attributes of `ino` must be written again, also where that is under way."""
         self._db.execute(
-            "UPDATE inodes SET attrs_dirty = attrs_dirty + 1 WHERE ino = ? AND stored_key IS NOT NULL"
-            " AND stored_key != ''",
+            "UPDATE inodes SET attrs_dirty = attrs_dirty + 1"
+            " WHERE ino = ? AND stored_key IS NOT NULL AND stored_key != ''",
             (ino,),
         )
-
-    def directory_behind(self, key: str) -> None:
-        """Names came or went in the directory that was at `key` in the store: its time drifted."""
-        where = self._journal.future_key(key)
-        row = self._db.execute(
-            "SELECT ino FROM inodes WHERE stored_key = ? AND (mode & 61440) = 16384", (where,)
-        ).fetchone()
-        if row is not None:
-            self.attributes_behind(row[0])
 
     def set_etags(self, etags: dict[str, str | None]) -> None:
         """The objects at these keys have these ETags now (None: learn it from a listing)."""

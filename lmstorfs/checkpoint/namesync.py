@@ -96,7 +96,18 @@ class NameSync:
         for entry in entries:
             self._backoff.succeeded(entry.seq)
         self._catalog.journal.done([entry.seq for entry in entries])
+        if self._store.directory_times_drift:
+            self._directories_behind(entries)
         return len(entries)
+
+    def _directories_behind(self, entries: list[JournalEntry]) -> None:
+        """Names came or went in these directories of the store: their times must be set again."""
+        keys = {key for entry in entries for key in entry.keys}
+        for directory in {key.rpartition("/")[0] for key in keys}:
+            where = self._catalog.journal.future_key(directory)
+            inode = self._catalog.resolve(where) if where else None
+            if inode is not None:
+                self._catalog.contents.attributes_behind(inode.ino)
 
     async def _do(self, entries: list[JournalEntry]) -> None:
         first = entries[0]

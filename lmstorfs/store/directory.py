@@ -31,6 +31,8 @@ from lmstorfs.store.store import Attributes, Capacity, Kind, ObjectInfo, Store, 
 class DirectoryStore(Store):
     """Objects are the files below one directory."""
 
+    directory_times_drift = True
+
     def __init__(self, root: str) -> None:
         self.url = root
         self._root = root
