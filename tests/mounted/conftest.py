@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mounting import Mount, mounted
-from tests.s3servers import S3Server, rclone_s3
+from tests.faults.mounting import Mount, mounted, wait_for
+from tests.s3servers import S3Server, rclone_s3, weed_s3
 
 FAST = ("--ram", "1G", "-o", "flush_delay=0.05,attr_timeout=1")
 MATRIX = [
@@ -26,6 +26,8 @@ class Site:
     mount: Mount
     objects: Path
     server: S3Server | None
+    store_options: tuple[object, ...] = ()
+    """What another mount of the same store is told."""
 
     @property
     def path(self) -> Path:
@@ -37,6 +39,11 @@ class Site:
         folder.mkdir()
         return folder
 
+    def settle(self) -> None:
+        """Return when the store has all, attributes and names too."""
+        self.mount.sync()
+        wait_for(lambda: not self.mount.status()["store"]["pending_files"], "nothing is pending")
+
     def stored(self, path: Path) -> Path:
         """Where the store has the object of a file on the mount."""
         return self.objects / path.relative_to(self.path)
@@ -45,6 +52,13 @@ class Site:
 @pytest.fixture(scope="module")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with rclone_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """Run one SeaweedFS for what needs an S3 server with real multipart uploads."""
+    with weed_s3(tmp_path_factory.mktemp("weed")) as server:
         yield server
 
 
@@ -61,17 +75,18 @@ def site(
     if kind == "directory":
         objects = folder / "objects"
         objects.mkdir()
-        with mounted(folder, "--store", objects, *options) as mount:
+        store: tuple[object, ...] = ("--store", objects)
+        with mounted(folder, *store, *options) as mount:
             check_data_path(mount, data_path)
-            yield Site(mount, objects, None)
+            yield Site(mount, objects, None, store)
         return
     server: S3Server = request.getfixturevalue("s3_server")
     prefix = folder.name
-    options += ["--store", f"s3://{server.bucket}/{prefix}", "-o", f"endpoint={server.endpoint}"]
-    with mounted(folder, *options) as mount:
+    store = ("--store", f"s3://{server.bucket}/{prefix}", "-o", f"endpoint={server.endpoint}")
+    with mounted(folder, *store, *options) as mount:
         check_data_path(mount, data_path)
         assert server.folder is not None
-        yield Site(mount, server.folder / prefix, server)
+        yield Site(mount, server.folder / prefix, server, store)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +96,7 @@ def directory_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     objects = folder / "objects"
     objects.mkdir()
     with mounted(folder, "--store", objects, *FAST) as mount:
-        yield Site(mount, objects, None)
+        yield Site(mount, objects, None, ("--store", objects))
 
 
 def check_data_path(mount: Mount, wanted: str) -> None:
