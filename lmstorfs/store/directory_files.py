@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
+import structlog
 import xxhash
 
 from lmstorfs.errors import (
@@ -27,6 +28,8 @@ from lmstorfs.errors import (
 from lmstorfs.store.content import check_cancelled
 from lmstorfs.store.keys import TEMPORARY_PREFIX, printable
 from lmstorfs.store.store import Attributes, Kind, ObjectInfo, Watch
+
+log = structlog.get_logger()
 
 COPY_BYTES = 32 << 20  # one kernel copy: long enough for speed, short enough to cancel
 DIGEST_XATTR = "user.lmstorfs.digest"
@@ -256,14 +259,24 @@ def _write_xattrs(path: str, wanted: dict[str, bytes]) -> None:
     for name in present - wanted.keys():
         with suppress_errno(errno.ENODATA):
             os.removexattr(path, name)
-    for name, value in wanted.items():
+    for name, value in sorted(wanted.items(), key=lambda pair: len(pair[1])):
         if name.startswith("user.") and (name not in _OURS or name == VERSION_XATTR):
             _set_xattr(path, name, value)
 
 
 def _set_xattr(path: str, name: str, value: bytes) -> None:
-    with suppress_errno(errno.EOPNOTSUPP, errno.ENOSYS):
+    """Set one attribute; one that the filesystem has no room for must not keep the file out.
+
+    ext4 gives all attributes of a file 4 KiB. It says ENOSPC, which on a full disk the content
+    before it or the next file says as well.
+    """
+    try:
         os.setxattr(path, name, value)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.E2BIG, errno.ERANGE):
+            log.warning("extended attribute left out: too large for the store", name=name)
+        elif error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
 
 
 def _version_xattr(attributes: Attributes) -> dict[str, bytes]:
