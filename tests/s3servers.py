@@ -140,6 +140,7 @@ def weed_s3(folder: Path) -> Iterator[S3Server]:
         *("-s3", f"-s3.config={identities}", f"-s3.port={ports['s3']}"),
         *(f"-master.port={ports['master']}", f"-volume.port={ports['volume']}"),
         *(f"-filer.port={ports['filer']}", "-volume.max=50", "-master.volumeSizeLimitMB=1024"),
+        *("-s3.port.iceberg=0", "-s3.port.lance=0"),  # fixed ports: two servers would collide
     ]
     # killed at the end: it takes half a minute to leave by itself, and nobody needs its data
     with _running(command, folder / "weed.log", stop=signal.SIGKILL) as process:
