@@ -88,7 +88,11 @@ class Daemon:
         )
         self.refresher = Refresher(
             self.catalog,
-            Merger(self.catalog, self._is_open),
+            Merger(
+                self.catalog,
+                self._is_open,
+                empty_shown=self.store.lists_empty_directories,
+            ),
             self.placement,
             self.store,
             self.flusher.health,

@@ -33,8 +33,12 @@ class Changes(msgspec.Struct):
 class Merger:
     """Brings listings of one store into one catalog."""
 
-    def __init__(self, catalog: SqliteCatalog, is_open: Callable[[int], bool]) -> None:
+    def __init__(
+        self, catalog: SqliteCatalog, is_open: Callable[[int], bool], *, empty_shown: bool = True
+    ) -> None:
+        """Take `empty_shown`: whether the store's listings show empty directories."""
         self._catalog = catalog
+        self._empty_shown = empty_shown
         self._is_open = is_open
 
     def merge(self, parent: int, seen: Sequence[ObjectInfo], moved: set[bytes]) -> Changes:
@@ -63,10 +67,17 @@ class Merger:
                 elif self._believes_store(inode):
                     self._update(parent, name, inode, info, changes)
             for name, inode in known.items():
-                gone = name not in found and name not in moved and self._believes_store(inode)
-                if gone and not catalog.journal.blocks(join_key(directory, name)):
+                if name in found or name in moved or self._may_be_empty(inode):
+                    continue
+                if self._believes_store(inode) and not catalog.journal.blocks(
+                    join_key(directory, name)
+                ):
                     self._remove(parent, name, inode, changes)
         return changes
+
+    def _may_be_empty(self, inode: Inode) -> bool:
+        """Whether it is a directory made here that the store may hold without showing it."""
+        return inode.is_dir and not self._empty_shown and inode.closed_at is not None
 
     def _believes_store(self, inode: Inode) -> bool:
         """Whether the store may overrule what the catalog says of `inode`."""

@@ -60,6 +60,8 @@ _CHECK_CREDENTIALS = (
 class S3Store(Store):
     """Objects are those below one prefix of one bucket."""
 
+    lists_empty_directories = False  # some servers drop the markers
+
     def __init__(self, config: StoreConfig, bucket: str, prefix: str) -> None:
         self.url = config.url
         self._bucket = Bucket(config, bucket, prefix)

@@ -121,6 +121,8 @@ class Store(ABC):
     """
 
     url: str
+    lists_empty_directories = True
+    """Whether a directory that a listing does not show is gone; False: it may just be empty."""
     directory_times_drift = False
     """Whether publishing a file changes its directory's mtime, so that it must be set again."""
 
