@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -107,8 +108,10 @@ class Keeper:
             with contextlib.suppress(OSError):  # smaller than what it holds: the books hold it
                 mount("lmstorfs", str(self.ram), "tmpfs", flags, f"size={self.config['ram_bytes']}")
             return
-        if not self.ram.is_symlink():
-            self.ram.mkdir(mode=0o700, exist_ok=True)
+        if self.ram.is_symlink():
+            self.use_shared_memory()
+            return
+        self.ram.mkdir(mode=0o700, exist_ok=True)
         size = f"mode=0700,nr_inodes=0,size={self.config['ram_bytes']}"
         for data in (f"huge=within_size,{size}", size):  # a kernel without huge pages refuses
             try:
@@ -124,14 +127,18 @@ class Keeper:
 
     def use_shared_memory(self) -> None:
         """Make `ram` a link to a directory of our own in /dev/shm, where that is to be had."""
-        shared = Path("/dev/shm") / f"lmstorfs-{os.getuid()}-{self.state.name}"
-        if self.ram.is_symlink() or not os.access("/dev/shm", os.W_OK):
+        if not os.access("/dev/shm", os.W_OK):
             return
+        name = hashlib.sha256(os.fsencode(self.state)).hexdigest()[:16]  # one a state directory
+        shared = Path("/dev/shm") / f"lmstorfs-{os.getuid()}-{name}"
+        if self.ram.is_symlink():
+            shared = self.ram.readlink()  # gone after a reboot
         shared.mkdir(mode=0o700, exist_ok=True)
         if shared.lstat().st_uid != os.getuid() or shared.is_symlink():
             raise MountError(f"{shared} belongs to somebody else; remove it")
-        self.ram.rmdir()
-        self.ram.symlink_to(shared)
+        if not self.ram.is_symlink():
+            self.ram.rmdir()
+            self.ram.symlink_to(shared)
 
     def unmount_ram(self) -> None:
         """Give the memory back: the store has everything."""

@@ -44,7 +44,7 @@ def unmount_dir(target: Path | str, flags: int = MNT_DETACH) -> None:
 def is_mountpoint(path: Path) -> bool:
     """Whether something is mounted exactly at `path`."""
     try:
-        return path.stat().st_dev != path.parent.stat().st_dev
+        return path.lstat().st_dev != path.parent.stat().st_dev  # a link leads elsewhere, no more
     except OSError:
         return False
 
