@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -39,6 +39,8 @@ class Mount:
         self.store = self.state / "store"
         """Where the objects are, when no other store was asked for."""
         self._options = options
+        self.prefix: Sequence[str] = ()
+        """What stands before every command: how to run it as somebody else."""
         self.environment = {
             **os.environ,
             "LMSTORFS_RUN_DIR": str(folder / "run"),
@@ -52,7 +54,7 @@ class Mount:
     ) -> "subprocess.CompletedProcess[str]":
         """Run an lmstorfs command."""
         return subprocess.run(
-            [sys.executable, "-m", "lmstorfs.cli", *map(str, words)],
+            [*self.prefix, sys.executable, "-m", "lmstorfs.cli", *map(str, words)],
             capture_output=True,
             text=True,
             timeout=timeout_s,

@@ -184,22 +184,26 @@ def open_device() -> Iterator[None]:
 
 
 @pytest.fixture
-def users_mount(open_device: None) -> Iterator[Mount]:
-    """Yield a mount that an ordinary user made, at a place that ordinary users reach."""
+def users_mounts(open_device: None) -> Iterator[list[Mount]]:
+    """Yield two mounts that an ordinary user made, at places that ordinary users reach."""
     if shutil.which("fusermount3") is None:
         pytest.skip("fusermount3 is missing")
     folder = Path(tempfile.mkdtemp(prefix="lt-nobody.", dir="/tmp"))
-    mount = Mount(folder, *FAST)
-    mount.prefix = AS_NOBODY
-    mount.environment |= {"HOME": str(folder)}
-    for path in (folder, mount.path):
-        os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+    made: list[Mount] = []
     try:
-        mount.start()
-        yield mount
+        for name in ("one", "two"):
+            (folder / name).mkdir()
+            mount = Mount(folder / name, *FAST, environment={"HOME": str(folder)})
+            mount.prefix = AS_NOBODY
+            for path in (folder, folder / name, mount.path):
+                os.chown(path, NOBODY.pw_uid, NOBODY.pw_gid)
+            made.append(mount)
+            mount.start()
+        yield made
     finally:
-        mount.clean_up()
-        shutil.rmtree((mount.state / "ram").resolve(), ignore_errors=True)
+        for mount in made:
+            mount.clean_up()
+            shutil.rmtree((mount.state / "ram").resolve(), ignore_errors=True)
         shutil.rmtree(folder)
 
 
@@ -210,8 +214,8 @@ def as_nobody(script: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_an_ordinary_user_mounts_saves_and_unmounts(users_mount: Mount) -> None:
-    mount = users_mount
+def test_an_ordinary_user_mounts_saves_and_unmounts(users_mounts: list[Mount]) -> None:
+    mount, other = users_mounts
     status = mount.status()
     assert status["data_path"] == "userspace"
     assert "root" in status["data_path_reason"]
@@ -230,7 +234,10 @@ def test_an_ordinary_user_mounts_saves_and_unmounts(users_mount: Mount) -> None:
     assert f"{hashlib.sha256(stored.read_bytes()).hexdigest()}  -\n" == want
     assert (stored.stat().st_uid, stored.stat().st_mode & 0o777) == (NOBODY.pw_uid, 0o640)
     shared = (mount.state / "ram").resolve()
+    assert shared != (other.state / "ram").resolve()
+    as_nobody('echo other > "$1/file"', other.path)
     done = mount.run("unmount", mount.path)
     assert done.returncode == 0, done.stderr
     wait_for(lambda: gone(mount), "keeper and mount are gone")
     assert not shared.exists()
+    assert as_nobody('cat "$1/file"', other.path) == "other\n"
