@@ -100,6 +100,15 @@ class Contents:
             f"WHERE {_FLUSHABLE} ORDER BY closed_at LIMIT ? OFFSET ?", (limit, offset)
         )
 
+    def awaits_children(self, directory: int) -> bool:
+        """Whether a file that can go to the store is still to come into this directory there."""
+        row = self._db.execute(
+            "SELECT 1 FROM names n JOIN inodes i ON i.ino = n.ino WHERE n.parent = ?"
+            f" AND version != stored_version AND {_FLUSHABLE} LIMIT 1",
+            (directory,),
+        ).fetchone()
+        return row is not None
+
     def pending(self) -> Pending:
         """Return how much the store does not hold yet."""
         row = self._db.execute(

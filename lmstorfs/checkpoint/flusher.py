@@ -213,7 +213,7 @@ class Flusher:
         key = self._catalog.path(ino)
         if key is None or self._catalog.journal.blocks(key) or self._is_taken(inode, key):
             return None
-        if inode.is_dir and inode.stored_version and self._has_dirty_children(ino):
+        if inode.is_dir and inode.stored_version and self._catalog.contents.awaits_children(ino):
             return None  # its times would be overtaken by what comes into it
         not_before = max(self._backoff.not_before(ino), self._backoff.not_before(_THE_STORE))
         wait_s = not_before - time.monotonic()
@@ -227,14 +227,6 @@ class Flusher:
         if inode.is_dir:
             return any(flight.key == key for flight in self.in_flight.values())
         return self.is_busy(key)
-
-    def _has_dirty_children(self, ino: int) -> bool:
-        row = self._catalog.db.execute(
-            "SELECT 1 FROM names n JOIN inodes i ON i.ino = n.ino WHERE n.parent = ?"
-            " AND i.version != i.stored_version LIMIT 1",
-            (ino,),
-        ).fetchone()
-        return row is not None
 
     def _start(self, inode: Inode, nursery: trio.Nursery) -> None:
         key = self._catalog.path(inode.ino)

@@ -211,6 +211,18 @@ def test_unlinked_files_are_forgotten_with_their_content(world: World) -> None:
     assert world.catalog.find(inode.ino) is None
 
 
+def test_a_torn_file_holds_up_nothing_else_in_its_directory(world: World) -> None:
+    torn = world.file("model", b"half", writing=True)
+    world.close(torn, writing=True)
+    world.path(torn.ino).write_bytes(b"half and more")
+    assert world.catalog.contents.awaits_children(ROOT_INO)
+    assert world.adopt().torn == ["model"]
+    assert not world.catalog.contents.awaits_children(ROOT_INO)
+    whole = world.file("other", b"whole", writing=True)
+    world.close(whole)
+    assert world.catalog.contents.awaits_children(ROOT_INO)
+
+
 # --- uploads that were under way -----------------------------------------------------------------
 
 
