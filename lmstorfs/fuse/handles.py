@@ -170,13 +170,13 @@ class OpenFiles:
             self.catalog.contents.begin_writing(inode.ino, opened.tier.name)
         if not keep_bits and inode.mode & (stat.S_ISUID | stat.S_ISGID):
             self.catalog.set_attributes(inode.ino, mode=inode.mode & ~(stat.S_ISUID | stat.S_ISGID))
-        before = os.fstat(opened.fd)
-        size = before.st_size
+        size = os.fstat(opened.fd).st_size
+        if opened.writers == 1:
+            opened.last_size = size  # nobody has written yet
+        else:
+            opened.written = True  # a reservation may set back the time that tells of a write
         wanted = size + (self.placement.expect(opened.name) or RESERVE_AHEAD_BYTES) // 4
         ahead = self._extend(opened, size, wanted)
-        if opened.writers == 1 and os.fstat(opened.fd).st_mtime_ns != before.st_mtime_ns:
-            # ext4 takes a reservation for a write; nobody has written yet
-            os.utime(opened.fd, ns=(before.st_atime_ns, before.st_mtime_ns))
         if not ahead and opened.count == 1:
             opened.passthrough = False  # it must wait for room, and only we can make it wait
         self._growing.set()
@@ -201,6 +201,7 @@ class OpenFiles:
         grew = size > opened.last_size
         opened.last_size = size
         if grew and opened.tier.held(opened.ino) - size < RESERVE_AHEAD_BYTES // 2:
+            opened.written = True  # as above
             self._extend(opened, size, size + RESERVE_AHEAD_BYTES)
         return grew
 

@@ -27,10 +27,12 @@ def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
 
 
 def reserve(fd: int, start: int, end: int) -> bool:
-    """Give the file memory up to `end` without changing its size; False where there is none.
+    """Give the file memory up to `end`, size and times unchanged; False where there is none.
 
     The pages are charged to the caller: this is how a writer's memory cgroup stays out of it.
+    Where somebody may write meanwhile, the mtime does not tell of that afterwards.
     """
+    before = os.fstat(fd)
     try:
         fallocate(fd, FALLOC_FL_KEEP_SIZE, start, end - start)
     except OSError as error:
@@ -39,6 +41,9 @@ def reserve(fd: int, start: int, end: int) -> bool:
         if error.errno == errno.EOPNOTSUPP:  # a filesystem without it: room comes as it is written
             return True
         raise
+    after = os.fstat(fd)  # fallocate(2) counts as a write
+    if after.st_size == before.st_size and after.st_mtime_ns != before.st_mtime_ns:
+        os.utime(fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     return True
 
 
