@@ -66,6 +66,8 @@ class Drainer:
         now = self._catalog.find(target.ino)
         if now is None or now.nlink == 0 or now.torn:
             return True
+        if now.version == target.version and now.dirty and self._flusher.is_overtaken(now):
+            return True  # what its writer is at comes with the next close, as any later write
         if now.attrs_dirty and not target.dirty:
             return now.ctime_ns != target.ctime_ns
         return now.stored_version >= target.version or (now.tier is None and now.is_file)

@@ -134,6 +134,18 @@ class Flusher:
         self._changed.set()
         self._changed = trio.Event()
 
+    def is_overtaken(self, inode: Inode) -> bool:
+        """Whether a writer changes the file now: the newest version's content is gone already."""
+        tier = self._placement.tier(inode.tier)
+        if not inode.writing or not inode.is_file or tier is None:
+            return False
+        try:
+            found = tier.path(inode.ino).stat()
+        except FileNotFoundError:
+            return False
+        known = (inode.version_size, inode.version_mtime_ns)
+        return (found.st_size, found.st_mtime_ns) != known
+
     def settled(self, ino: int, version: int) -> bool:
         """Whether the store has `version` or a newer one, or the file is gone."""
         inode = self._catalog.find(ino)
