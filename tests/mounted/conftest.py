@@ -1,15 +1,19 @@
 """Mounts for tests: each data path over each kind of store, shared by the tests of a module."""
 
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.faults.mounting import Mount, mounted, wait_for
+from lmstorfs.control_client import ControlClient
+from tests.faults.mounting import Mount, mounted
 from tests.s3servers import S3Server, rclone_s3, weed_s3
 
+SYNC_S = 30
 FAST = ("--ram", "1G", "-o", "flush_delay=0.05,attr_timeout=1")
 MATRIX = [
     ("passthrough", "directory"),
@@ -41,8 +45,20 @@ class Site:
 
     def settle(self) -> None:
         """Return when the store has all, attributes and names too."""
-        self.mount.sync()
-        wait_for(lambda: not self.mount.status()["store"]["pending_files"], "nothing is pending")
+        self.sync(settle=True)
+
+    def sync(self, *, settle: bool = False) -> None:
+        """Do what the command does, without a process for each call."""
+        client = ControlClient(self.mount.state)
+        give_up = time.monotonic() + SYNC_S
+
+        def watch(progress: dict[str, Any]) -> None:
+            assert time.monotonic() < give_up, f"the sync never ends: {progress}"
+
+        client.call("sync", on_progress=watch, timeout=SYNC_S, paths=[str(self.path)])
+        while settle and client.call("status")["store"]["pending_files"]:
+            assert time.monotonic() < give_up, f"it never settles: {client.call('status')}"
+            time.sleep(0.01)
 
     def stored(self, path: Path) -> Path:
         """Where the store has the object of a file on the mount."""

@@ -1,0 +1,84 @@
+"""What makes a version and what does not: each content is sent once, and none is lost."""
+
+import os
+import threading
+from pathlib import Path
+
+from tests.mounted.conftest import Site
+
+
+def sent_bytes(site: Site) -> int:
+    return int(site.mount.status()["store"]["flushing"]["stored_bytes"])
+
+
+def test_opening_for_writing_changes_nothing(site: Site) -> None:
+    path = site.fresh("reopened") / "file"
+    path.write_bytes(b"content")
+    site.settle()
+    before, sent = path.stat(), sent_bytes(site)
+    for mode in ("r+b", "ab"):
+        with path.open(mode):
+            assert path.stat().st_mtime_ns == before.st_mtime_ns
+    site.settle()
+    assert path.stat().st_mtime_ns == before.st_mtime_ns
+    assert sent_bytes(site) == sent
+
+
+def test_a_closed_version_is_stored_while_somebody_has_the_file_open_again(site: Site) -> None:
+    folder = site.fresh("open-again")
+    for number in range(10):
+        path: Path = folder / f"file {number}"
+        path.write_bytes(b"content %d" % number)
+        with path.open("r+b", buffering=0) as file:
+            site.sync()
+            assert site.stored(path).read_bytes() == b"content %d" % number
+            file.write(b"CON")
+    site.sync()
+    for number in range(10):
+        assert site.stored(folder / f"file {number}").read_bytes() == b"CONtent %d" % number
+
+
+def test_a_sync_does_not_wait_for_a_writer_that_goes_on(site: Site) -> None:
+    path = site.fresh("writer") / "log"
+    path.write_bytes(b"first")
+    with path.open("r+b", buffering=0) as file:
+        file.write(b"FIRST, second")
+        site.sync()
+    site.sync()
+    assert site.stored(path).read_bytes() == b"FIRST, second"
+
+
+def test_every_one_of_many_fsyncs_is_in_the_store(site: Site) -> None:
+    path = site.fresh("fsyncs") / "file"
+    with path.open("wb", buffering=0) as file:
+        for number in range(30):
+            content = bytes([number]) * (1 << 20)
+            os.pwrite(file.fileno(), content, number << 20)
+            os.fsync(file.fileno())
+            with site.stored(path).open("rb") as stored:
+                assert os.fstat(stored.fileno()).st_size == (number + 1) << 20
+                assert os.pread(stored.fileno(), 1 << 20, number << 20) == content
+
+
+def test_an_fsync_ends_though_another_thread_writes_on(site: Site) -> None:
+    path = site.fresh("contended") / "file"
+    done = threading.Event()
+
+    def write_on() -> None:
+        with path.open("ab", buffering=0) as file:
+            while not done.wait(0.001):
+                file.write(b"x" * 1000)
+
+    with path.open("ab", buffering=0) as file:
+        thread = threading.Thread(target=write_on)
+        thread.start()
+        try:
+            file.write(b"mine")
+            watchdog = threading.Timer(20, done.set)
+            watchdog.start()
+            os.fsync(file.fileno())
+            assert not done.is_set(), "the fsync ended only with the other writer"
+        finally:
+            done.set()
+            thread.join()
+            watchdog.cancel()
