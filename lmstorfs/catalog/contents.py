@@ -17,6 +17,7 @@ from lmstorfs.store.store import Kind, ObjectInfo
 # The words of the partial index, so that SQLite uses it.
 _BEHIND = "(version != stored_version OR attrs_dirty)"
 _HERE = "(tier IS NOT NULL OR (mode & 61440) != 32768 OR version = stored_version)"
+_SOME = 32  # more files than are open in one directory at one time, mostly
 _FLUSHABLE = f"{_BEHIND} AND nlink > 0 AND (sealed OR NOT writing) AND {_HERE}"
 
 
@@ -100,14 +101,16 @@ class Contents:
             f"WHERE {_FLUSHABLE} ORDER BY closed_at LIMIT ? OFFSET ?", (limit, offset)
         )
 
-    def awaits_children(self, directory: int) -> bool:
-        """Whether a file that can go to the store is still to come into this directory there."""
-        row = self._db.execute(
-            "SELECT 1 FROM names n JOIN inodes i ON i.ino = n.ino WHERE n.parent = ?"
-            f" AND version != stored_version AND {_FLUSHABLE} LIMIT 1",
+    def awaits_children(self, directory: int) -> list[Inode]:
+        """Return some of what is still to come into this directory of the store.
+
+        What nobody writes comes first.
+        """
+        return self._db.inodes(
+            "JOIN names n ON n.ino = i.ino WHERE n.parent = ?"
+            f" AND version != stored_version AND {_FLUSHABLE} ORDER BY writing LIMIT {_SOME}",
             (directory,),
-        ).fetchone()
-        return row is not None
+        )
 
     def pending(self) -> Pending:
         """Return how much the store does not hold yet."""

@@ -90,7 +90,8 @@ class Digester:
                 digest = await trio.to_thread.run_sync(
                     digest_file, path, inode.version_size, cancelled, abandon_on_cancel=True
                 )
-            if path.stat().st_mtime_ns != inode.version_mtime_ns:
+            now = self._catalog.find(inode.ino)  # its times may have been set meanwhile
+            if now is None or path.stat().st_mtime_ns != now.version_mtime_ns:
                 return None  # a writer came meanwhile: its close is a version of its own
         except (EOFError, DigestCancelledError) as error:
             log.debug("no digest", ino=inode.ino, reason=str(error))

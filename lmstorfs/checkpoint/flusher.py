@@ -87,7 +87,8 @@ class Flusher:
         self.hurry = False  # drain: no version waits for its rename any more
         self.in_flight: dict[int, Flight] = {}
         self._urgent: set[int] = set()
-        self._superseded: dict[int, int] = {}  # ino → version whose content is gone
+        # ino → (version, its mtime) whose content is gone; with another mtime it may be there
+        self._superseded: dict[int, tuple[int, int]] = {}
         self._backoff = Backoff()
         self._wake = trio.Event()
         self._changed = trio.Event()
@@ -136,8 +137,10 @@ class Flusher:
 
     def is_overtaken(self, inode: Inode) -> bool:
         """Whether a writer changes the file now: the newest version's content is gone already."""
+        if not inode.writing or not inode.is_file:
+            return False
         tier = self._placement.tier(inode.tier)
-        if not inode.writing or not inode.is_file or tier is None:
+        if tier is None:
             return False
         try:
             found = tier.path(inode.ino).stat()
@@ -218,14 +221,15 @@ class Flusher:
     def _ready_in(self, inode: Inode) -> float | None:
         """Return in how many seconds `inode` may start; None: not before something changes."""
         ino = inode.ino
-        if ino in self.in_flight or self._superseded.get(ino) == inode.version:
+        state = (inode.version, inode.version_mtime_ns)
+        if ino in self.in_flight or self._superseded.get(ino) == state:
             return None
         if inode.is_file and inode.dirty and (inode.tier is None or inode.digest is None):
             return None  # lost with a tier (`status` counts it), or its digest is on its way
         key = self._catalog.path(ino)
         if key is None or self._catalog.journal.blocks(key) or self._is_taken(inode, key):
             return None
-        if inode.is_dir and inode.stored_version and self._catalog.contents.awaits_children(ino):
+        if inode.is_dir and inode.stored_version and self._awaits_children(ino):
             return None  # its times would be overtaken by what comes into it
         not_before = max(self._backoff.not_before(ino), self._backoff.not_before(_THE_STORE))
         wait_s = not_before - time.monotonic()
@@ -233,6 +237,10 @@ class Flusher:
             since = max(inode.closed_at or 0.0, inode.ctime_ns / 1e9)
             wait_s = max(wait_s, min(self._delay_s, since + self._delay_s - time.time()))
         return max(0.0, wait_s)
+
+    def _awaits_children(self, ino: int) -> bool:
+        children = self._catalog.contents.awaits_children(ino)
+        return any(not self.is_overtaken(child) for child in children)
 
     def _is_taken(self, inode: Inode, key: str) -> bool:
         """Whether an upload of another inode, which had this name before, is still under way."""
@@ -257,7 +265,7 @@ class Flusher:
                 self._given_up(inode, flight)
         except SupersededError:
             self._superseded_count += 1
-            self._superseded[ino] = flight.version
+            self._superseded[ino] = (flight.version, inode.version_mtime_ns)
             self._given_up(inode, flight)
         except StoreError as error:
             self._given_up(inode, flight)
