@@ -48,6 +48,38 @@ def test_a_sync_does_not_wait_for_a_writer_that_goes_on(site: Site) -> None:
     assert site.stored(path).read_bytes() == b"FIRST, second"
 
 
+def test_a_directory_does_not_wait_for_a_writer_that_goes_on(site: Site) -> None:
+    folder = site.fresh("writers-directory")
+    path = folder / "log"
+    path.write_bytes(b"first")
+    site.sync()
+    with path.open("r+b", buffering=0) as file:
+        path.with_name("other").write_bytes(b"other")
+        os.fsync(file.fileno())
+        path.write_bytes(b"FIRST")
+        file.write(b"FIRST, second")
+        folder.chmod(0o750)
+        site.sync()
+        assert site.stored(folder / "other").read_bytes() == b"other"
+    site.settle()
+    assert site.stored(path).read_bytes() == b"FIRST, second"
+
+
+def test_times_set_while_it_is_uploaded_do_not_keep_it_out(site: Site) -> None:
+    path = site.fresh("times") / "model.pt"
+    content = os.urandom(48 << 20)
+    path.write_bytes(content)
+    for second in range(1_600_000_000, 1_600_000_200):
+        os.utime(path, (second, second))
+        if not site.mount.status()["store"]["pending_files"]:
+            break
+    site.settle()
+    assert site.stored(path).read_bytes() == content
+    assert path.stat().st_mtime_ns == second * 10**9
+    if site.server is None:
+        assert site.stored(path).stat().st_mtime_ns == second * 10**9
+
+
 def test_every_one_of_many_fsyncs_is_in_the_store(site: Site) -> None:
     path = site.fresh("fsyncs") / "file"
     with path.open("wb", buffering=0) as file:
