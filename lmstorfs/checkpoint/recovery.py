@@ -21,6 +21,8 @@ from lmstorfs.tiers import Placement, Tier, files
 log = structlog.get_logger()
 
 _BEYOND_BYTES = 1 << 40  # further than any reservation reaches
+_BLOCK_BYTES = 512  # the unit of st_blocks
+_SLACK_BYTES = 2 << 20  # a huge page: what a file may take beyond its size all the same
 
 
 class Adopted(msgspec.Struct, kw_only=True):
@@ -66,10 +68,30 @@ def _adopt_tier(catalog: SqliteCatalog, tier: Tier, result: Adopted) -> None:
         tier.drop(ino)
         result.dropped += 1
     for inode in claimed:
-        if inode.ino in found:
-            result.files += 1
-        else:
+        if inode.ino not in found:
             _without_copy(catalog, inode, result)
+            continue
+        result.files += 1
+        if not inode.writing:
+            _settle(tier, inode)
+
+
+def _settle(tier: Tier, inode: Inode) -> None:
+    """Finish what a daemon died of while it gave back the room of a file that was closed.
+
+    Nobody had the file open for writing, so the catalog's time is the right one.
+    """
+    path = tier.path(inode.ino)
+    found = path.stat()
+    if found.st_blocks * _BLOCK_BYTES > found.st_size + _SLACK_BYTES:
+        fd = tier.open(inode.ino)
+        try:
+            files.cut_reservation(fd, found.st_size + _BEYOND_BYTES)
+            tier.hold(inode.ino, os.fstat(fd).st_blocks * _BLOCK_BYTES)
+        finally:
+            os.close(fd)
+    if found.st_size == inode.version_size and found.st_mtime_ns != inode.version_mtime_ns:
+        os.utime(path, ns=(inode.atime_ns, inode.version_mtime_ns))
 
 
 def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted) -> None:
@@ -97,7 +119,7 @@ def _adopt_writing(
     fd = tier.open(inode.ino)
     try:
         files.cut_reservation(fd, os.fstat(fd).st_size + _BEYOND_BYTES)
-        tier.hold(inode.ino, os.fstat(fd).st_blocks * 512)
+        tier.hold(inode.ino, os.fstat(fd).st_blocks * _BLOCK_BYTES)
         found = os.fstat(fd)
     finally:
         os.close(fd)

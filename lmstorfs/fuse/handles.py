@@ -243,8 +243,8 @@ class OpenFiles:
         inode = self.catalog.find(opened.ino)
         if inode is None or inode.nlink == 0:
             return
-        size = opened.tier.settle(opened.ino, opened.fd)
-        mtime_ns = os.fstat(opened.fd).st_mtime_ns
+        found = os.fstat(opened.fd)
+        size, mtime_ns = found.st_size, found.st_mtime_ns
         self.placement.learn(opened.name, size)
         if opened.written or self._differs(inode, size, mtime_ns):
             self.versions.close(opened.ino, size, mtime_ns, writing=False)
@@ -252,6 +252,9 @@ class OpenFiles:
             self.catalog.contents.end_writing(opened.ino)
             if inode.dirty and inode.digest is None:
                 self.digester.add(opened.ino, inode.version)
+        # After the catalog: to give room back moves the mtime for a moment, and a crash just then
+        # must not look like a writer's.
+        opened.tier.settle(opened.ino, opened.fd)
         opened.written = False
         self.flusher.wake()
 

@@ -201,6 +201,21 @@ def test_a_reservation_left_behind_is_given_back(world: World) -> None:
     assert world.tier.held(inode.ino) < 1 << 20
 
 
+def test_a_daemon_that_died_while_giving_room_back_did_not_touch_the_version(world: World) -> None:
+    inode = world.file("model.pt", b"whole", writing=True)
+    version = world.close(inode)
+    size, mtime_ns = world.found(inode.ino)
+    fd = os.open(world.path(inode.ino), os.O_RDWR)
+    reserve(fd, size, 64 << 20)
+    os.close(fd)
+    os.utime(world.path(inode.ino), ns=(1, 1))  # as a hole that is punched moves it
+    assert world.adopt().torn == []
+    assert world.found(inode.ino) == (size, mtime_ns)
+    assert world.path(inode.ino).stat().st_blocks * 512 < 4 << 20
+    assert world.digests.asked == [(inode.ino, version)]
+    assert world.flushable() == [inode.ino]
+
+
 def test_unlinked_files_are_forgotten_with_their_content(world: World) -> None:
     inode = world.file("model", b"x" * 1000, writing=True)
     world.close(inode)
