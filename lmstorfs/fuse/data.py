@@ -21,6 +21,8 @@ from lmstorfs.units import MIB
 
 _GROW_BYTES = 8 * MIB  # room is asked for in steps of this, not for every write
 _READ_MAX_BYTES = 1 << 20
+# Memory of what was just evicted comes back when its last reader lets go of it.
+_GIVE_UP_S = 3.0
 _WAIT_LOOK_S = 1.0  # a waiting writer looks again at least this often
 
 
@@ -142,8 +144,11 @@ class DataPath:
         self._waiting += 1
         self.waited_writes += 1
         try:
+            hopeful_at = trio.current_time()
             while not self._has_room(opened, end):
-                if not self._can_hope():
+                if self._can_hope():
+                    hopeful_at = trio.current_time()
+                elif trio.current_time() - hopeful_at > _GIVE_UP_S:
                     raise NoRoomError(
                         f"no room for {opened.name!r}: nothing more can be brought to the store"
                     )
