@@ -4,6 +4,8 @@ import os
 import threading
 from pathlib import Path
 
+import pytest
+
 from tests.mounted.conftest import Site
 
 
@@ -78,6 +80,19 @@ def test_times_set_while_it_is_uploaded_do_not_keep_it_out(site: Site) -> None:
     assert path.stat().st_mtime_ns == second * 10**9
     if site.server is None:
         assert site.stored(path).stat().st_mtime_ns == second * 10**9
+
+
+@pytest.mark.xfail(
+    strict=True, reason="a version is made when the last writer's open is released, not at a close"
+)
+def test_a_close_is_a_version_though_another_program_has_the_file_open(site: Site) -> None:
+    path = site.fresh("two-writers") / "file"
+    with path.open("wb") as writer, path.open("r+b"):
+        writer.write(b"content")
+        writer.close()
+        site.sync()
+        assert site.stored(path).exists()
+        assert site.stored(path).read_bytes() == b"content"
 
 
 def test_every_one_of_many_fsyncs_is_in_the_store(site: Site) -> None:
