@@ -4,6 +4,7 @@ Kept apart from the engine (SQLite in `database.py`) so that another engine can 
 records.
 """
 
+import os
 import stat
 
 import msgspec
@@ -73,6 +74,11 @@ class Inode(msgspec.Struct, frozen=True):
     def dirty(self) -> bool:
         """Whether a closed version waits to be brought to the store."""
         return self.version != self.stored_version
+
+    def is_version(self, found: os.stat_result) -> bool:
+        """Whether the tier's file, which shows `found`, still is the newest closed version."""
+        known = (self.version_size, self.version_mtime_ns)
+        return self.version > 0 and (found.st_size, found.st_mtime_ns) == known
 
     @property
     def torn(self) -> bool:

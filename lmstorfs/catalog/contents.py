@@ -6,6 +6,7 @@ a crash the rows say which contents some close or fsync vouched for.
 """
 
 import os
+import stat
 import time
 from collections.abc import Callable
 
@@ -16,7 +17,8 @@ from lmstorfs.store.store import Kind, ObjectInfo
 
 # The words of the partial index, so that SQLite uses it.
 _BEHIND = "(version != stored_version OR attrs_dirty)"
-_HERE = "(tier IS NOT NULL OR (mode & 61440) != 32768 OR version = stored_version)"
+_REGULAR = f"(mode & {stat.S_IFMT(0o177777)}) = {stat.S_IFREG}"
+_HERE = f"(tier IS NOT NULL OR NOT {_REGULAR} OR version = stored_version)"
 _SOME = 32  # more files than are open in one directory at one time, mostly
 _FLUSHABLE = f"{_BEHIND} AND nlink > 0 AND (sealed OR NOT writing) AND {_HERE}"
 
@@ -137,7 +139,7 @@ class Contents:
     def recent(self, limit: int) -> list[Inode]:
         """Return the files closed here last, newest first."""
         return self._db.inodes(
-            "WHERE closed_at IS NOT NULL AND nlink > 0 AND (mode & 61440) = 32768"
+            f"WHERE closed_at IS NOT NULL AND nlink > 0 AND {_REGULAR}"
             " ORDER BY closed_at DESC LIMIT ?",
             (limit,),
         )
@@ -146,7 +148,7 @@ class Contents:
         """Return the bytes of all files whose newest version the store holds."""
         row = self._db.execute(
             "SELECT TOTAL(size) FROM inodes WHERE version = stored_version AND nlink > 0"
-            " AND (mode & 61440) = 32768"
+            f" AND {_REGULAR}"
         ).fetchone()
         return int(row[0])
 
@@ -217,7 +219,7 @@ class Contents:
         where = self._journal.future_key(key)
         if where is None and not self._journal.in_the_way(key):
             return  # what waits deletes or replaces it
-        owner = None if where is None else self._at(where)
+        owner = None if where is None else self.at(where)
         fits = owner is not None and owner.is_dir == is_dir and (is_dir or not ahead)
         if fits and owner is not None and where is not None:
             self._claim(owner.ino, where)
@@ -239,7 +241,7 @@ class Contents:
         gone = []
         for above in ancestors(key):
             where = self._journal.future_key(above)
-            owner = None if where is None else self._at(where)
+            owner = None if where is None else self.at(where)
             if owner is not None and where is not None and owner.is_dir:
                 self._claim(owner.ino, where)
             elif where is not None or self._journal.in_the_way(above):
@@ -250,7 +252,7 @@ class Contents:
     def claim_above(self, key: str) -> None:
         """The store has made the directories above `key`, whatever it knows of them."""
         for above in ancestors(key):
-            owner = self._at(above)
+            owner = self.at(above)
             if owner is not None and owner.stored_key is None:
                 self._claim(owner.ino, above)
 
@@ -259,10 +261,10 @@ class Contents:
             "UPDATE inodes SET stored_key = ? WHERE ino = ? AND stored_key IS NULL", (key, ino)
         )
 
-    def _at(self, key: str) -> Inode | None:
-        """Return the inode whose path is `key` now."""
+    def at(self, key: str) -> Inode | None:
+        """Return the inode whose path is `key` now, without following symlinks."""
         ino = ROOT_INO
-        for part in os.fsencode(key).split(b"/"):
+        for part in filter(None, os.fsencode(key).split(b"/")):
             row = self._db.execute(
                 "SELECT ino FROM names WHERE parent = ? AND name = ?", (ino, part)
             ).fetchone()
@@ -308,7 +310,7 @@ class Contents:
         """The store lost the object that was to lie at `key`: bring what a tier has again."""
         self._db.execute(
             "UPDATE inodes SET stored_version = 0, stored_key = NULL, etag = NULL"
-            " WHERE stored_key = ? AND (tier IS NOT NULL OR (mode & 61440) != 32768)",
+            f" WHERE stored_key = ? AND (tier IS NOT NULL OR NOT {_REGULAR})",
             (key,),
         )
 

@@ -93,11 +93,7 @@ class SqliteCatalog:
 
     def resolve(self, path: str) -> Inode | None:
         """Return the inode at `path` below the mount point, without following symlinks."""
-        inode: Inode | None = self.get(ROOT_INO)
-        for part in path.split("/"):
-            if part and inode is not None:
-                inode = self.lookup(inode.ino, os.fsencode(part))
-        return inode
+        return self.contents.at(path)
 
     def below(self, ino: int) -> Iterator[Inode]:
         """Yield everything below the directory `ino`."""

@@ -146,8 +146,7 @@ class Flusher:
             found = tier.path(inode.ino).stat()
         except FileNotFoundError:
             return False
-        known = (inode.version_size, inode.version_mtime_ns)
-        return (found.st_size, found.st_mtime_ns) != known
+        return not inode.is_version(found)
 
     def settled(self, ino: int, version: int) -> bool:
         """Whether the store has `version` or a newer one, or the file is gone."""

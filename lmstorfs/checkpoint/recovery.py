@@ -16,12 +16,11 @@ import structlog
 from lmstorfs.catalog import Inode, SqliteCatalog
 from lmstorfs.checkpoint.digester import Digester
 from lmstorfs.checkpoint.versions import Versions
-from lmstorfs.tiers import Placement, Tier, files
+from lmstorfs.tiers import Placement, Tier
 
 log = structlog.get_logger()
 
 _BEYOND_BYTES = 1 << 40  # further than any reservation reaches
-_BLOCK_BYTES = 512  # the unit of st_blocks
 _SLACK_BYTES = 2 << 20  # a huge page: what a file may take beyond its size all the same
 
 
@@ -83,15 +82,20 @@ def _settle(tier: Tier, inode: Inode) -> None:
     """
     path = tier.path(inode.ino)
     found = path.stat()
-    if found.st_blocks * _BLOCK_BYTES > found.st_size + _SLACK_BYTES:
-        fd = tier.open(inode.ino)
-        try:
-            files.cut_reservation(fd, found.st_size + _BEYOND_BYTES)
-            tier.hold(inode.ino, os.fstat(fd).st_blocks * _BLOCK_BYTES)
-        finally:
-            os.close(fd)
+    if tier.held(inode.ino) > found.st_size + _SLACK_BYTES:
+        _cut(tier, inode)
     if found.st_size == inode.version_size and found.st_mtime_ns != inode.version_mtime_ns:
         os.utime(path, ns=(inode.atime_ns, inode.version_mtime_ns))
+
+
+def _cut(tier: Tier, inode: Inode) -> os.stat_result:
+    """Give back what a dead daemon reserved for the file; return what the tier then shows."""
+    fd = tier.open(inode.ino)
+    try:
+        tier.settle(inode.ino, fd, os.fstat(fd).st_size + _BEYOND_BYTES)
+        return os.fstat(fd)
+    finally:
+        os.close(fd)
 
 
 def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted) -> None:
@@ -116,15 +120,9 @@ def _adopt_writing(
     tier = placement.tier(inode.tier)
     if tier is None:
         return
-    fd = tier.open(inode.ino)
-    try:
-        files.cut_reservation(fd, os.fstat(fd).st_size + _BEYOND_BYTES)
-        tier.hold(inode.ino, os.fstat(fd).st_blocks * _BLOCK_BYTES)
-        found = os.fstat(fd)
-    finally:
-        os.close(fd)
+    found = _cut(tier, inode)
     size, mtime_ns = found.st_size, found.st_mtime_ns
-    if inode.version and (size, mtime_ns) == (inode.version_size, inode.version_mtime_ns):
+    if inode.is_version(found):
         catalog.contents.end_writing(inode.ino)
     elif inode.sealed and (size, mtime_ns) == (inode.size, inode.mtime_ns):
         versions.close(inode.ino, size, mtime_ns, writing=False)

@@ -244,10 +244,9 @@ class OpenFiles:
         if inode is None or inode.nlink == 0:
             return
         found = os.fstat(opened.fd)
-        size, mtime_ns = found.st_size, found.st_mtime_ns
-        self.placement.learn(opened.name, size)
-        if opened.written or self._differs(inode, size, mtime_ns):
-            self.versions.close(opened.ino, size, mtime_ns, writing=False)
+        self.placement.learn(opened.name, found.st_size)
+        if opened.written or not inode.is_version(found):
+            self.versions.close(opened.ino, found.st_size, found.st_mtime_ns, writing=False)
         else:
             self.catalog.contents.end_writing(opened.ino)
             if inode.dirty and inode.digest is None:
@@ -258,11 +257,6 @@ class OpenFiles:
         opened.written = False
         self.flusher.wake()
 
-    def _differs(self, inode: Inode, size: int, mtime_ns: int) -> bool:
-        """Whether the tier's file moved on since the newest version was closed."""
-        known = (inode.version_size, inode.version_mtime_ns)
-        return inode.version == 0 or (size, mtime_ns) != known
-
     def set_times(self, inode: Inode, atime_ns: int, mtime_ns: int) -> None:
         """Do what utimensat(2) asks. The tier's file has the same mtime: it tells of writes."""
         opened = self._files.get(inode.ino)
@@ -271,7 +265,7 @@ class OpenFiles:
         if opened is not None and opened.fd is not None:
             found = os.fstat(opened.fd)
             if opened.writers:
-                if self._differs(inode, found.st_size, found.st_mtime_ns):
+                if not inode.is_version(found):
                     opened.written = True  # the time that told of it is about to be set back
                 of_version = not opened.written
             os.utime(opened.fd, ns=(atime_ns, mtime_ns))
@@ -307,6 +301,6 @@ class OpenFiles:
         found = self.stat(ino)
         changed = False
         if found is not None and opened is not None:
-            changed = opened.written or self._differs(inode, found.st_size, found.st_mtime_ns)
+            changed = opened.written or not inode.is_version(found)
             opened.written = False
         await self.versions.fsync(inode, found, changed=changed)

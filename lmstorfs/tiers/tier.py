@@ -12,6 +12,8 @@ import msgspec
 
 from lmstorfs.tiers import files
 
+BLOCK_BYTES = 512  # the unit of st_blocks
+
 
 class TierStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """One tier, bytes."""
@@ -75,12 +77,15 @@ class Tier:
         self.hold(ino, end)
         return True
 
-    def settle(self, ino: int, fd: int) -> int:
-        """Nobody writes any more: give back what was reserved beyond the size; return the size."""
-        size = os.fstat(fd).st_size
-        files.cut_reservation(fd, self._held.get(ino, 0))
-        self.hold(ino, os.fstat(fd).st_blocks * 512)  # a sparse file takes less than its size
-        return size
+    def settle(self, ino: int, fd: int, reserved: int | None = None) -> int:
+        """Nobody writes any more: give back what was reserved beyond the size; return the size.
+
+        `reserved` is how far that may reach where the books do not know.
+        """
+        files.cut_reservation(fd, self.held(ino) if reserved is None else reserved)
+        found = os.fstat(fd)
+        self.hold(ino, _allocated(found))
+        return found.st_size
 
     def drop(self, ino: int) -> None:
         """Remove the file; its memory is free as soon as nobody has it open."""
@@ -92,7 +97,7 @@ class Tier:
         with os.scandir(self.directory) as found:
             for entry in found:
                 if entry.name.isdecimal():
-                    self.hold(int(entry.name), entry.stat().st_blocks * 512)
+                    self.hold(int(entry.name), _allocated(entry.stat()))
                     yield int(entry.name)
 
     def statistics(self) -> TierStatistics:
@@ -104,3 +109,8 @@ class Tier:
             used_bytes=self._used,
             files=len(self._held),
         )
+
+
+def _allocated(status: os.stat_result) -> int:
+    """Return what a file really takes: a sparse one less than its size, a reserved one more."""
+    return status.st_blocks * BLOCK_BYTES
