@@ -22,7 +22,7 @@ import trio
 from lmstorfs import __version__, mounts
 from lmstorfs.catalog import Merger, SqliteCatalog
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
-from lmstorfs.checkpoint.recovery import Adopted, adopt
+from lmstorfs.checkpoint.recovery import adopt
 from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
 from lmstorfs.control import ControlServer, Progress
 from lmstorfs.dataset import Fetcher
@@ -103,31 +103,25 @@ class Daemon:
         self.channel = Channel(device_fd, DataPath(self.opened), passthrough=wanted)
         self.opened.close_backing = self.channel.backing_close
         self.drainer = Drainer(self.catalog, self.flusher)
-        self.report = self._make_report(Adopted())
+        self.report = Report(
+            config,
+            self.catalog,
+            self.placement,
+            self.flusher,
+            self.fetcher,
+            self.opened,
+        )
         self._drain_at_end = True
         self._signals = 0
 
     def _is_open(self, ino: int) -> bool:
         return self.opened.is_open(ino)
 
-    def _make_report(self, adopted: Adopted) -> Report:
-        return Report(
-            self.config,
-            self.catalog,
-            self.placement,
-            self.flusher,
-            self.fetcher,
-            self.opened,
-            adopted,
-        )
-
     # --- life --------------------------------------------------------------------------------
 
     async def run(self, ready_fd: int) -> int:
         """Serve the mount until it is gone; return the exit code."""
-        self.report = self._make_report(
-            adopt(self.catalog, self.placement, self.versions, self.digester)
-        )
+        self.report.adopted = adopt(self.catalog, self.placement, self.versions, self.digester)
         async with trio.open_nursery() as nursery:
             await nursery.start(self.pool.run)
             for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
@@ -157,7 +151,6 @@ class Daemon:
             self.catalog,
             self.opened,
             self.refresher,
-            self.names,
             SpaceReport(self.store),
             attr_timeout_s=self.config.attr_timeout_s,
             read_only=self.config.read_only,
@@ -235,15 +228,13 @@ class Daemon:
                 if self._signals > 1:  # asked twice: the dirty data waits in the tiers
                     self._drain_at_end = False
                     self.flusher.announce()
-                await self._drain_and_unmount(drain=self._signals == 1, lazy=True)
+                await self._drain_and_unmount(drain=self._signals == 1)
 
-    async def _drain_and_unmount(self, *, drain: bool, lazy: bool) -> None:
+    async def _drain_and_unmount(self, *, drain: bool) -> None:
         self.report.state = "draining"
         if drain:
             await self.drainer.drain([], _nobody)
-        await trio.to_thread.run_sync(
-            lambda: unmount_fuse(self.config.mountpoint, lazy=lazy), abandon_on_cancel=True
-        )
+        await trio.to_thread.run_sync(unmount_fuse, self.config.mountpoint, abandon_on_cancel=True)
 
     # --- control -----------------------------------------------------------------------------
 

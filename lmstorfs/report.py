@@ -27,7 +27,6 @@ class Report:
         flusher: Flusher,
         fetcher: Fetcher,
         opened: OpenFiles,
-        adopted: Adopted,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -35,7 +34,8 @@ class Report:
         self._flusher = flusher
         self._fetcher = fetcher
         self._opened = opened
-        self._adopted = adopted
+        self.adopted = Adopted()
+        """What the daemon found when it started."""
         self._started = time.monotonic()
         self.state = "ready"
         """`ready` or `draining`; `degraded` is found, not set."""
@@ -69,7 +69,7 @@ class Report:
                 if key != "corrupt_copies"
             },
             "recovery": {
-                "adopted_files": self._adopted.files,
+                "adopted_files": self.adopted.files,
                 "from_mirror_files": 0,
                 "from_store_files": 0,
                 "corrupt_copies": self._fetcher.reads.corrupt_copies,
@@ -81,9 +81,9 @@ class Report:
         found = []
         if self._flusher.health.degraded_reason:
             found.append(self._flusher.health.degraded_reason)
-        if self._adopted.lost:
-            found.append(_name_some("only copy lost with its tier", self._adopted.lost))
-        torn = [path for path in self._adopted.torn if self._still_torn(path)]
+        if self.adopted.lost:
+            found.append(_name_some("only copy lost with its tier", self.adopted.lost))
+        torn = [path for path in self.adopted.torn if self._still_torn(path)]
         if torn:
             found.append(_name_some("was being written when the daemon died", torn))
         return found
@@ -124,7 +124,7 @@ class Report:
         found = checkpoints.group(
             self._catalog.contents.recent(_RECENT_FILES),
             self._catalog.path,
-            lambda ino: self._is_written(ino),
+            self._is_written,
             limit,
         )
         return [_as_dict(checkpoint) for checkpoint in found]

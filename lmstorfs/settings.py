@@ -74,22 +74,16 @@ def _truth(text: str) -> bool:
         raise UsageError(f"'{text}' is neither true nor false") from None
 
 
-def _ram(text: str) -> int:
-    size = parse_size(text)
-    if size < MIN_RAM_BYTES:
-        raise UsageError(
-            f"'{text}' is too little: a RAM tier needs {format_size(MIN_RAM_BYTES)} at least"
-        )
-    return size
+def _size(least: int, why: str) -> Callable[[str], int]:
+    """Return a parser of sizes from `least` bytes; `why` says who needs `{}` of them."""
 
+    def parse(text: str) -> int:
+        size = parse_size(text)
+        if size < least:
+            raise UsageError(f"'{text}' is too little: {why.format(format_size(least))}")
+        return size
 
-def _part_size(text: str) -> int:
-    size = parse_size(text)
-    if size < MIN_PART_BYTES:
-        raise UsageError(
-            f"'{text}' is too little: S3 takes parts from {format_size(MIN_PART_BYTES)}"
-        )
-    return size
+    return parse
 
 
 def parse_ssd(text: str) -> SsdConfig:
@@ -132,7 +126,7 @@ def _path(text: str) -> str:
 
 PARSERS: dict[str, Callable[[Any], Any]] = {
     "store": _store,
-    "ram": _ram,
+    "ram": _size(MIN_RAM_BYTES, "a RAM tier needs {} at least"),
     "ssd": _ssd,
     "fsync": _choice("copy", "store", "ram"),
     "read_only": _truth,
@@ -147,7 +141,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "allow_other": _truth,
     "log_level": _choice("debug", "info", "warning", "error"),
     "connections": _count,
-    "part_size": _part_size,
+    "part_size": _size(MIN_PART_BYTES, "S3 takes parts from {}"),
 }
 FLAGS = {
     "allow_other": ("allow_other", "true"),
@@ -155,8 +149,6 @@ FLAGS = {
     "ro": ("read_only", "true"),
     "rw": ("read_only", "false"),
 }
-OPTIONS = ("store", "ram", "ssd", "fsync", "read_only", "state")
-"""Settings that have a command-line option of their own."""
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

@@ -75,11 +75,11 @@ class Digester:
                 return inode
         return None
 
-    async def digest(self, inode: Inode) -> str | None:
-        """Compute and note one version's digest; None where it changed or went meanwhile."""
+    async def digest(self, inode: Inode) -> None:
+        """Compute and note one version's digest, unless it changes or goes meanwhile."""
         tier = self._placement.tier(inode.tier)
         if tier is None:
-            return None
+            return
         path = tier.path(inode.ino)
         self._current = inode.ino
         cancelled: Callable[[], bool] = lambda: self._current != inode.ino  # noqa: E731
@@ -92,16 +92,15 @@ class Digester:
                 )
             now = self._catalog.find(inode.ino)  # its times may have been set meanwhile
             if now is None or path.stat().st_mtime_ns != now.version_mtime_ns:
-                return None  # a writer came meanwhile: its close is a version of its own
+                return  # a writer came meanwhile: its close is a version of its own
         except (EOFError, DigestCancelledError) as error:
             log.debug("no digest", ino=inode.ino, reason=str(error))
-            return None
+            return
         except OSError as error:
             if error.errno != errno.ENOENT:
                 log.error("no digest", ino=inode.ino, error=str(error))
-            return None
+            return
         finally:
             self._current = None
         self._catalog.contents.set_digest(inode.ino, inode.version, digest)
         self._flusher.wake()
-        return digest

@@ -6,9 +6,9 @@ for are sent; a file that changes on the way is given up (`SupersededError`) and
 its next version. What names must become of stored objects is `namesync.py`'s.
 """
 
+import os
 import stat
 import time
-from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -62,7 +62,7 @@ def attributes_of(inode: Inode, xattrs: dict[bytes, bytes]) -> Attributes:
         mtime_ns=inode.version_mtime_ns if inode.is_file else inode.mtime_ns,
         digest=inode.digest,
         version=inode.version,
-        xattrs={name.decode("utf-8", "surrogateescape"): xattrs[name] for name in xattrs},
+        xattrs={os.fsdecode(name): value for name, value in xattrs.items()},
     )
 
 
@@ -93,7 +93,6 @@ class Flusher:
         self._wake = trio.Event()
         self._changed = trio.Event()
         self._stored_files = self._stored_bytes = self._superseded_count = self._cancelled = 0
-        self.on_stored: list[Callable[[int], None]] = []
 
     # --- asked by others ---------------------------------------------------------------------
 
@@ -297,8 +296,6 @@ class Flusher:
         self._backoff.succeeded(ino)
         self._urgent.discard(ino)
         self._catalog.note_stored(ino)
-        for listener in self.on_stored:
-            listener(ino)
 
     # --- one version -------------------------------------------------------------------------
 
@@ -314,7 +311,7 @@ class Flusher:
             self._catalog.contents.upload_began(inode.ino, flight.key + "/")
             info = await trio.to_thread.run_sync(self._store.put_directory, flight.key, attributes)
         elif kind == stat.S_IFLNK:
-            target = (inode.target or b"").decode("utf-8", "surrogateescape")
+            target = os.fsdecode(inode.target or b"")
             self._catalog.contents.upload_began(inode.ino, flight.key)
             info = await trio.to_thread.run_sync(
                 self._store.put_symlink, flight.key, target, attributes

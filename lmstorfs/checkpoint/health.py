@@ -19,17 +19,14 @@ class StoreHealth(msgspec.Struct, kw_only=True):
     since: float | None = None
     retries: int = 0
     last_error: str | None = None
-    failing: int = 0
-    """Failures in a row."""
 
     def succeeded(self) -> None:
         """The store did what it was asked."""
-        self.state, self.since, self.failing = "ok", None, 0
+        self.state, self.since = "ok", None
 
     def failed(self, error: StoreError) -> None:
         """The store failed; it is tried again."""
         self.retries += 1
-        self.failing += 1
         self.last_error = str(error)
         if self.since is None:
             self.since = time.time()

@@ -57,10 +57,6 @@ class Opened(Protocol):
         """The kernel never took the handle: its open was given up."""
         ...
 
-    def open_flags(self, handle: int) -> int:
-        """Return the FOPEN_ flags that the handle is to have besides."""
-        ...
-
     async def data(self, opcode: int, nodeid: int, body: memoryview) -> bytes | memoryview:
         """Answer a request about bytes; raises what `errno_of` understands."""
         ...
@@ -91,7 +87,6 @@ class Channel:
         self._opening: dict[int, int] = {}  # unique of an OPEN or CREATE → its opcode
         self._dropped: set[int] = set()  # uniques whose replies the kernel must not see
         self.initialised = trio.Event()
-        self.requests = 0
 
     @property
     def mountpoint(self) -> str:
@@ -137,7 +132,6 @@ class Channel:
                     if error.errno == errno.ECONNABORTED:
                         return
                     raise
-                self.requests += 1
                 await self._handle(view[:size], nursery)
             await trio.lowlevel.checkpoint()
 
@@ -254,7 +248,6 @@ class Channel:
         at = fuse.OUT_HEADER_BYTES + (fuse.ENTRY_OUT_BYTES if opcode == fuse.FUSE_CREATE else 0)
         handle, flags, _ = fuse.OPEN_OUT.unpack_from(reply, at)
         backing = self._backing(handle)
-        flags |= self._opened.open_flags(handle)
         if backing is not None:
             flags = flags & ~(fuse.FOPEN_DIRECT_IO | fuse.FOPEN_KEEP_CACHE) | fuse.FOPEN_PASSTHROUGH
         fuse.OPEN_OUT.pack_into(reply, at, handle, flags, backing or 0)

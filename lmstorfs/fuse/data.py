@@ -33,9 +33,6 @@ class DataPath:
         self._files = opened
         self._buffer = memoryview(bytearray(_READ_MAX_BYTES))
         self._waiting = 0
-        self.waited_writes = 0
-        self.read_bytes = 0
-        self.written_bytes = 0
 
     # --- what an OPEN reply needs ------------------------------------------------------------
 
@@ -59,10 +56,6 @@ class DataPath:
     def forget_handle(self, handle: int) -> None:
         """The kernel gave up the open before it got our answer."""
         self._files.release(handle)
-
-    def open_flags(self, handle: int) -> int:
-        """No flags besides: the page cache of a userspace file is dropped at every open."""
-        return 0
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -110,14 +103,12 @@ class DataPath:
         if opened.fd is None:
             return None
         got = os.preadv(opened.fd, [self._buffer[:size]], offset)
-        self.read_bytes += got
         return self._buffer[:got]
 
     def _write(self, opened: OpenFile, offset: int, content: memoryview) -> bytes:
         assert opened.fd is not None
         count = os.pwrite(opened.fd, content, offset)
         opened.written = True
-        self.written_bytes += count
         return fuse.WRITE_OUT.pack(count, 0)
 
     # --- room --------------------------------------------------------------------------------
@@ -142,7 +133,6 @@ class DataPath:
         """
         flusher = self._files.flusher
         self._waiting += 1
-        self.waited_writes += 1
         try:
             hopeful_at = trio.current_time()
             while not self._has_room(opened, end):

@@ -115,10 +115,13 @@ class OpenFiles:
         self.placement.touched(ino)
         return handle
 
-    def create(self, inode: Inode, name: bytes, flags: int) -> int:
-        """Open a file that was just made (its row says `writing`); return its handle."""
+    def create(self, inode: Inode, name: bytes, flags: int, wanted: int) -> int:
+        """Open a file that was just made where `home` said (its row says `writing`).
+
+        `wanted` is what to reserve, bytes, as `home` said it. Returns the handle.
+        """
         handle = make_handle(inode.ino, flags)
-        opened = self._make(inode, name)
+        opened = self._make(inode, name, wanted)
         opened.written = True
         opened.add(handle)
         self._files[inode.ino] = opened
@@ -130,10 +133,9 @@ class OpenFiles:
         """Return the tier for a new file of this name, and what to reserve (0: it must wait)."""
         return self.placement.place(name) or (self.placement.tiers[0], 0)
 
-    def _make(self, inode: Inode, name: bytes) -> OpenFile:
+    def _make(self, inode: Inode, name: bytes, wanted: int) -> OpenFile:
         tier = self.placement.tier(inode.tier)
         assert tier is not None
-        _, wanted = self.home(name)
         fd = tier.open(inode.ino, create=True)
         reserved = wanted > 0 and self.placement.reserve(tier, inode.ino, fd, wanted)
         return OpenFile(inode.ino, name, fd, tier, passthrough=self.passthrough and reserved)
@@ -143,9 +145,9 @@ class OpenFiles:
         base = os.fsencode(name.rpartition("/")[2])
         tier = self.placement.tier(inode.tier)
         if tier is None and (truncate or inode.size == 0):
-            tier, _ = self.home(base)
+            tier, wanted = self.home(base)
             self.catalog.contents.set_tier(inode.ino, tier.name)
-            return self._make(self.catalog.get(inode.ino), base)
+            return self._make(self.catalog.get(inode.ino), base, wanted)
         if tier is None:
             tier = await self._bring_here(inode)
         if tier is None:

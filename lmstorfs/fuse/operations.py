@@ -16,7 +16,6 @@ import pyfuse3
 import structlog
 
 from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
-from lmstorfs.checkpoint import NameSync
 from lmstorfs.errors import LmstorfsError, errno_of
 from lmstorfs.fuse.attributes import changed_mode, entry_of, mode_after_chown
 from lmstorfs.fuse.handles import OpenFiles
@@ -67,7 +66,6 @@ class Operations(pyfuse3.Operations):
         catalog: SqliteCatalog,
         opened: OpenFiles,
         refresher: Refresher,
-        names: NameSync,
         space: SpaceReport,
         *,
         attr_timeout_s: float,
@@ -77,7 +75,6 @@ class Operations(pyfuse3.Operations):
         self._catalog = catalog
         self._files = opened
         self._refresher = refresher
-        self._names = names
         self._space = space
         self._attr_timeout_s = attr_timeout_s
         self._read_only = read_only
@@ -229,7 +226,6 @@ class Operations(pyfuse3.Operations):
         if inode.is_dir:
             await self._refresher.look(inode)
         self._catalog.rmdir(parent_inode, name)
-        self._names.wake()
 
     @handler
     async def rename(
@@ -251,7 +247,6 @@ class Operations(pyfuse3.Operations):
             opened = self._files.get(moved.ino)
         if opened is not None:
             opened.name = name_new
-        self._names.wake()
         self._files.flusher.wake()
 
     def _gone(self, inode: Inode) -> None:
@@ -260,7 +255,6 @@ class Operations(pyfuse3.Operations):
         self._files.digester.forget(inode.ino)
         if not self._files.is_open(inode.ino):
             self._files.placement.drop(inode.ino, inode.tier)
-        self._names.wake()
 
     # --- files -------------------------------------------------------------------------------
 
@@ -269,11 +263,11 @@ class Operations(pyfuse3.Operations):
         self, parent_inode: int, name: bytes, mode: int, flags: int, ctx: pyfuse3.RequestContext
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         """Make a file and open it."""
-        tier, _ = self._files.home(name)
+        tier, wanted = self._files.home(name)
         inode = self._make(
             parent_inode, name, stat.S_IFREG | stat.S_IMODE(mode), ctx, writing=True, tier=tier.name
         )
-        handle = self._files.create(inode, name, flags)
+        handle = self._files.create(inode, name, flags, wanted)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=False), self._entry(
             inode
         )

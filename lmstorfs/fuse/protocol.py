@@ -14,21 +14,12 @@ OUT_HEADER_BYTES = OUT_HEADER.size
 OPCODE_UNIQUE_NODE = struct.Struct("<4xIQQ")  # what is needed of every request
 
 FUSE_LOOKUP = 1
-FUSE_FORGET = 2
-FUSE_GETATTR = 3
 FUSE_OPEN = 14
 FUSE_READ = 15
 FUSE_WRITE = 16
-FUSE_STATFS = 17
-FUSE_RELEASE = 18
-FUSE_FSYNC = 20
-FUSE_FLUSH = 25
 FUSE_INIT = 26
 FUSE_CREATE = 35
-FUSE_INTERRUPT = 36
-FUSE_DESTROY = 38
 FUSE_IOCTL = 39
-FUSE_BATCH_FORGET = 42
 FUSE_FALLOCATE = 43
 FUSE_LSEEK = 46
 FUSE_COPY_FILE_RANGE = 47
@@ -38,12 +29,10 @@ FUSE_KERNEL_VERSION = 7
 FUSE_KERNEL_MINOR_VERSION = 45  # the newest that this channel was written for
 # libfuse splices from a device whose protocol minor is 14 or more; a socket has no splice.
 LIBFUSE_MINOR = 13
-FUSE_RELEASE_FLUSH = 1 << 0
 
 # INIT flags, `flags` word
 FUSE_ASYNC_READ = 1 << 0
 FUSE_ATOMIC_O_TRUNC = 1 << 3
-FUSE_EXPORT_SUPPORT = 1 << 4
 FUSE_BIG_WRITES = 1 << 5
 FUSE_DO_READDIRPLUS = 1 << 13
 FUSE_ASYNC_DIO = 1 << 15
@@ -69,12 +58,10 @@ WANTED_FLAGS = (
 
 INIT_IN = struct.Struct("<IIIII")  # major, minor, max_readahead, flags, flags2
 INIT_OUT = struct.Struct("<IIIIHHIIHHII6I")
-INIT_IN_BYTES = 64  # fuse_init_in with its unused words
 
 # open_flags of fuse_open_out
 FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
-FOPEN_NOFLUSH = 1 << 5
 FOPEN_PASSTHROUGH = 1 << 7
 
 OPEN_OUT = struct.Struct("<QIi")  # fh, open_flags, backing_id

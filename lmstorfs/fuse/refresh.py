@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import structlog
 import trio
 
-from lmstorfs.catalog import Changes, Inode, Merger, NamespaceError, SqliteCatalog
+from lmstorfs.catalog import Inode, Merger, NamespaceError, SqliteCatalog
 from lmstorfs.checkpoint.health import StoreHealth
 from lmstorfs.errors import DeadlineError, NotInStoreError, StoreError
 from lmstorfs.store import ObjectInfo, Store
@@ -50,7 +50,6 @@ class Refresher:
         self._under_way: dict[int, trio.Event] = {}
         self._nursery: trio.Nursery | None = None
         self._heads = trio.CapacityLimiter(_HEADS_AT_ONCE)
-        self.changed = Changes()  # what the kernel must still be told
 
     async def run(self) -> None:
         """Hold the listings that go on after nobody waits for them any more."""

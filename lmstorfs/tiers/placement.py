@@ -40,7 +40,6 @@ class Placement:
         self._is_open = is_open
         self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._kinds: OrderedDict[bytes, int] = OrderedDict()
-        self.evicted_files = 0
 
     def tier(self, name: str | None) -> Tier | None:
         """Return the tier called `name`."""
@@ -103,10 +102,6 @@ class Placement:
             self.evict(tier, inode.ino)
         return tier.free_bytes >= wanted
 
-    def evictable_bytes(self, tier: Tier) -> int:
-        """Return what eviction could free now."""
-        return sum(tier.held(inode.ino) for inode in self._candidates(tier))
-
     def _candidates(self, tier: Tier) -> list[Inode]:
         """Return what may be evicted, least recently used first, newest checkpoints last."""
         stored = self._catalog.db.inodes(
@@ -125,7 +120,6 @@ class Placement:
         self._catalog.contents.set_tier(ino, None)  # before the file: a crash between loses a copy
         tier.drop(ino)
         self._used.pop(ino, None)
-        self.evicted_files += 1
         return True
 
     def drop(self, ino: int, tier_name: str | None) -> None:

@@ -35,9 +35,6 @@ class Opened:
     def forget_handle(self, handle: int) -> None:
         """Nothing is held."""
 
-    def open_flags(self, handle: int) -> int:
-        return 0
-
     def data_now(self, opcode: int, nodeid: int, body: memoryview) -> bytes | None:
         if isinstance(self.now, Exception):
             raise self.now
