@@ -6,28 +6,24 @@ alone. The file may outlive its daemon (`kill -9`): it is a hint, and whether a 
 asked of the kernel (its table, the lock on `STATE/lock`) and never of the file.
 """
 
-import ctypes
 import errno
 import fcntl
 import os
 import re
 import stat
-import subprocess
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 
-from lmstorfs import host
 from lmstorfs.config import PARTS, MountConfig, default_state_dir, mount_name, read_config
 from lmstorfs.errors import SetupError
+from lmstorfs.fuse.mounting import FUSE_TYPE, unmount
 
-FILESYSTEM_TYPE = "fuse.lmstorfs"
 RUN_DIR_VARIABLE = "LMSTORFS_RUN_DIR"
 ROOT_RUN_DIR = Path("/run/lmstorfs")
 ANSWER_TIMEOUT_S = 5.0  # a mount that says nothing for so long is slow, not dead
-MNT_DETACH = 2  # linux/fs.h
 
 
 class Mount(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +75,7 @@ def mounted_at(mountpoint: str) -> MountedFilesystem | None:
 def is_mounted(mountpoint: str) -> bool:
     """Whether an lmstorfs (dead or alive) is mounted at `mountpoint`."""
     entry = mounted_at(mountpoint)
-    return entry is not None and entry.filesystem == FILESYSTEM_TYPE
+    return entry is not None and entry.filesystem == FUSE_TYPE
 
 
 def _unescape(field: str) -> str:
@@ -308,18 +304,10 @@ def answers(mountpoint: str) -> bool:
 
 def detach(mountpoint: str) -> None:
     """Take the topmost mount at `mountpoint` out of the tree, though it may be in use."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.umount2(os.fsencode(mountpoint), MNT_DETACH) == 0:
-        return
-    reason = os.strerror(ctypes.get_errno())
-    if helper := host.fusermount():
-        done = subprocess.run(
-            [helper, "-uz", mountpoint], capture_output=True, text=True, check=False
-        )
-        if done.returncode == 0:
-            return
-        reason = (done.stderr.strip().splitlines() or [reason])[-1]
-    raise SetupError(
-        f"the dead mount {mountpoint} cannot be detached ({reason}); as root run: "
-        f"umount -l {mountpoint}"
-    )
+    try:
+        unmount(mountpoint, lazy=True)
+    except OSError as error:
+        raise SetupError(
+            f"the dead mount {mountpoint} cannot be detached ({error.strerror}); as root run: "
+            f"umount -l {mountpoint}"
+        ) from error

@@ -14,8 +14,8 @@ from lmstorfs import host
 from lmstorfs.config import PARTS, MountConfig
 from lmstorfs.control_client import ControlClient
 from lmstorfs.errors import SetupError, UsageError
+from lmstorfs.fuse.mounting import FUSE_TYPE
 from lmstorfs.mounts import (
-    FILESYSTEM_TYPE,
     answers,
     detach,
     is_mounted,
@@ -69,7 +69,7 @@ def validate(config: MountConfig, say: Say) -> None:
 def _check_mountpoint(mountpoint: str) -> bool:
     """Return whether a dead lmstorfs is mounted there."""
     entry = mounted_at(mountpoint)
-    ours = entry is not None and entry.filesystem == FILESYSTEM_TYPE
+    ours = entry is not None and entry.filesystem == FUSE_TYPE
     if entry is not None and entry.filesystem.startswith("fuse") and not answers(mountpoint):
         if ours:
             return True

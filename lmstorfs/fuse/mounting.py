@@ -98,21 +98,29 @@ def _fusermount(target: str, options: str) -> int:
     return descriptors[0]
 
 
-def unmount_fuse(target: str, *, lazy: bool = True) -> None:
-    """Take our mount at `target` away, if it is there. Raises `OSError` (EBUSY when not `lazy`)."""
-    if not is_fuse_mounted(target):
-        return
+def unmount(target: str, *, lazy: bool) -> None:
+    """Take the topmost mount at `target` away, by fusermount3 where we lack the privilege.
+
+    Raises `OSError` (EBUSY when not `lazy`) with the reason in its `strerror`.
+    """
     try:
         unmount_dir(target, MNT_DETACH if lazy else 0)
-    except OSError as error:
-        if error.errno != errno.EPERM:
-            raise
-        done = subprocess.run(
-            ["fusermount3", "-uz" if lazy else "-u", target],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+    except PermissionError as error:
+        try:
+            done = subprocess.run(
+                ["fusermount3", "-uz" if lazy else "-u", target],
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        except FileNotFoundError:
+            raise error from None
         if done.returncode != 0:
             busy = "busy" in done.stderr
             raise OSError(errno.EBUSY if busy else errno.EPERM, done.stderr.strip()) from error
+
+
+def unmount_fuse(target: str, *, lazy: bool = True) -> None:
+    """Take our mount at `target` away, if it is there; raises as `unmount` does."""
+    if is_fuse_mounted(target):
+        unmount(target, lazy=lazy)

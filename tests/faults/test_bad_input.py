@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.mounts import is_mounted, mounted_at
-from tests.faults.mounting import Mount, mounted
+from tests.mounting import Mount, mounted
 from tests.s3servers import S3Server, free_port
 
 pytestmark = [

@@ -15,7 +15,7 @@ import pytest
 from lmstorfs.digest import digest_file
 from lmstorfs.mounts import lock_held
 from lmstorfs.store.keys import TEMPORARY_PREFIX
-from tests.faults.mounting import Mount, mounted, wait_for
+from tests.mounting import Mount, mounted, wait_for
 
 pytestmark = [
     pytest.mark.mounted,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.digest import digest_file
-from tests.faults.mounting import mounted
+from tests.mounting import mounted
 
 V1 = Path("/sys/fs/cgroup/memory")
 V2 = Path("/sys/fs/cgroup")

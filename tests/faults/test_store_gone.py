@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.mounting import Mount, mounted, wait_for
+from tests.mounting import Mount, mounted, wait_for
 from tests.proxy import Proxy, proxied
 from tests.s3servers import S3Server
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lmstorfs.control_client import ControlClient
-from tests.faults.mounting import Mount, mounted
+from tests.mounting import Mount, mounted
 from tests.s3servers import S3Server, rclone_s3, weed_s3
 
 SYNC_S = 30

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mounting import mounted
 from tests.mounted.attributes import Facts, facts, make_tree
 from tests.mounted.conftest import FAST, Site
+from tests.mounting import mounted
 from tests.s3servers import S3Server
 
 RSYNC = ("rsync", "-aX", "--numeric-ids")

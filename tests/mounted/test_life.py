@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.mounts import is_mounted, lock_held, mounted_at
-from tests.faults.mounting import Mount, mounted, wait_for
+from tests.mounting import Mount, mounted, wait_for
 
 QUICK = ("--ram", "256M", "-o", "flush_delay=0.05")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.mounts import is_mounted, lock_held, mounted_at
-from tests.faults.mounting import Mount, mounted, wait_for
 from tests.mounted.conftest import FAST
+from tests.mounting import Mount, mounted, wait_for
 
 SLOW = ("--ram", "1G", "-o", "flush_delay=600")
 """So that all is dirty until somebody drains."""

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mounting import wait_for
 from tests.mounted.conftest import Site
+from tests.mounting import wait_for
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -25,6 +25,16 @@ def assert_store_has(site: Site, folder: Path, want: dict[str, bytes]) -> None:
     site.mount.sync()
     stored = site.stored(folder)
     assert (tree(stored) if stored.exists() else {}) == want
+
+
+def wait_until_uploading(site: Site) -> None:
+    """Return when an upload is under way, or was so fast that nothing is left to be uploaded."""
+
+    def uploading() -> bool:
+        store = site.mount.status()["store"]
+        return bool(store["flushing"]["in_flight"]) or not store["pending_files"]
+
+    wait_for(uploading, "the upload has begun")
 
 
 def test_rename_replaces_a_stored_file(site: Site) -> None:
@@ -52,19 +62,11 @@ def test_rename_during_the_upload(site: Site) -> None:
     (folder / "step_1.tmp").mkdir()
     path = folder / "step_1.tmp" / "big.pt"
     path.write_bytes(content)
-
-    def uploading() -> bool:
-        return bool(site.mount.status()["store"]["flushing"]["in_flight"]) or not pending(site)
-
-    wait_for(uploading, "the upload has begun")
+    wait_until_uploading(site)
     (folder / "step_1.tmp").rename(folder / "step_1")
     (folder / "step_1.tmp").mkdir()
     (folder / "step_1.tmp" / "big.pt").write_bytes(b"the next one")
     assert_store_has(site, folder, {"step_1/big.pt": content, "step_1.tmp/big.pt": b"the next one"})
-
-
-def pending(site: Site) -> int:
-    return int(site.mount.status()["store"]["pending_files"])
 
 
 def test_rename_of_a_stored_directory_takes_all_along(site: Site) -> None:
@@ -109,10 +111,7 @@ def test_a_delete_during_the_upload_leaves_nothing(site: Site) -> None:
     folder = site.fresh("delete-during")
     path = folder / "big.pt"
     path.write_bytes(os.urandom(48 << 20))
-    wait_for(
-        lambda: site.mount.status()["store"]["flushing"]["in_flight"] or not pending(site),
-        "the upload has begun",
-    )
+    wait_until_uploading(site)
     path.unlink()
     (folder / "other").write_bytes(b"other")
     assert_store_has(site, folder, {"other": b"other"})
@@ -124,10 +123,7 @@ def test_a_delete_during_the_upload_leaves_nothing(site: Site) -> None:
 def test_a_rewrite_during_the_upload_supersedes_it(site: Site) -> None:
     path = site.fresh("supersede") / "model.pt"
     path.write_bytes(os.urandom(40 << 20))
-    wait_for(
-        lambda: site.mount.status()["store"]["flushing"]["in_flight"] or not pending(site),
-        "the upload has begun",
-    )
+    wait_until_uploading(site)
     newest = os.urandom(41 << 20)
     path.write_bytes(newest)
     site.mount.sync()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.settings import from_file
-from tests.faults.mounting import Mount
+from tests.mounting import Mount
 from tests.s3servers import rclone_s3
 
 ROOT = Path(__file__).parents[2]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.units import MIB
-from tests.faults.mounting import Mount, mounted
+from tests.mounting import Mount, mounted
 
 RAM = 96 * MIB
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.mounting import Mount, mounted, wait_for
 from tests.mounted.conftest import FAST
+from tests.mounting import Mount, mounted, wait_for
 from tests.s3servers import S3Server
 
 MIB = 1 << 20

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.mounting import Mount, mounted, wait_for
 from tests.mounted.conftest import check_data_path
+from tests.mounting import Mount, mounted, wait_for
 
 MIB = 1 << 20
 

@@ -3,8 +3,8 @@
 import os
 import stat
 
-from tests.faults.mounting import wait_for
 from tests.mounted.conftest import Site
+from tests.mounting import wait_for
 
 
 def put(site: Site, key: str, content: bytes) -> None:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
-from tests.faults.mounting import wait_for
 from tests.mounted.conftest import Site
+from tests.mounting import wait_for
 
 
 def state_dict(seed: int = 0) -> dict[str, torch.Tensor]:

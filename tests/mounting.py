@@ -1,4 +1,4 @@
-"""A mount for tests that break it: made, killed, made again, and always cleaned up."""
+"""A mount for tests: made, broken, made again, and always cleaned up."""
 
 import json
 import os
