@@ -26,7 +26,7 @@ from lmstorfs.checkpoint.recovery import adopt
 from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
 from lmstorfs.control import ControlServer, Progress
 from lmstorfs.dataset import Fetcher
-from lmstorfs.draining import Drainer
+from lmstorfs.draining import Drainer, nobody
 from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.fuse.channel import Channel
 from lmstorfs.fuse.data import DataPath
@@ -207,7 +207,7 @@ class Daemon:
         self.flusher.hurry = True
         self.flusher.wake()
         while self._drain_at_end and self._left():
-            await self.drainer.drain([], _nobody)
+            await self.drainer.drain([], nobody)
         torn = self.report.torn()
         if torn:
             log.warning("never closed, and not in the store", files=torn)
@@ -233,7 +233,7 @@ class Daemon:
     async def _drain_and_unmount(self, *, drain: bool) -> None:
         self.report.state = "draining"
         if drain:
-            await self.drainer.drain([], _nobody)
+            await self.drainer.drain([], nobody)
         await trio.to_thread.run_sync(unmount_fuse, self.config.mountpoint, abandon_on_cancel=True)
 
     # --- control -----------------------------------------------------------------------------
@@ -277,10 +277,6 @@ class Daemon:
         finally:
             self.report.state = "ready"
         return {"unmounted": True, "torn": self.report.torn()}
-
-
-async def _nobody(state: dict[str, Any]) -> None:
-    """Take progress that nobody watches."""
 
 
 def _tiers(config: MountConfig) -> list[Tier]:

@@ -14,6 +14,10 @@ Progress = Callable[[dict[str, Any]], Awaitable[None]]
 _TELL_S = 0.1
 
 
+async def nobody(state: dict[str, Any]) -> None:
+    """Take progress that nobody watches."""
+
+
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
     """What was brought."""
 
@@ -48,18 +52,29 @@ class Drainer:
     async def drain(self, paths: list[str], progress: Progress) -> Drained:
         """Return when the store has all that is dirty now; later writes are not waited for."""
         targets = self.targets(paths)
-        everything = not paths or "" in paths
-        total = sum(_bytes(inode) for inode in targets.values())
+        await self._bring(targets, progress, names=not paths or "" in paths)
+        # What came into a directory of the store may have moved its times on.
+        await self._bring(self._directories_behind(targets), nobody, names=False)
+        return Drained(files=len(targets), bytes=_total(targets))
+
+    async def _bring(self, targets: dict[int, Inode], progress: Progress, *, names: bool) -> None:
+        """Return when the store has all of `targets`, and with `names` the journal's renames."""
         for ino in targets:
             self._flusher.urgent(ino)
         while True:
             waiting = {ino for ino, inode in targets.items() if not self._done(inode)}
-            names_left = len(self._catalog.journal) if everything else 0
-            await progress(self._told(targets, waiting, total, names_left))
+            names_left = len(self._catalog.journal) if names else 0
+            await progress(self._told(targets, waiting, names_left))
             if not waiting and not names_left:
-                return Drained(files=len(targets), bytes=total)
+                return
             with trio.move_on_after(_TELL_S):
                 await self._flusher.changed()
+
+    def _directories_behind(self, targets: dict[int, Inode]) -> dict[int, Inode]:
+        """Return the directories of `targets`, and those above, whose attributes are behind."""
+        above = {self._catalog.parent(ino) for ino in targets} | set(targets)
+        found = (self._catalog.find(ino) for ino in above)
+        return {row.ino: row for row in found if row and row.is_dir and row.attrs_dirty}
 
     def _done(self, target: Inode) -> bool:
         """Whether the store has this version or a newer one, or nobody wants it any more."""
@@ -69,12 +84,17 @@ class Drainer:
         if now.version == target.version and now.dirty and self._flusher.is_overtaken(now):
             return True  # what its writer is at comes with the next close, as any later write
         if now.attrs_dirty and not target.dirty:
-            return now.ctime_ns != target.ctime_ns
+            known = (target.ctime_ns, target.attrs_dirty)
+            if (now.ctime_ns, now.attrs_dirty) != known:
+                return True
+            # What is still to come into a directory moves its times on again.
+            return now.is_dir and bool(self._catalog.contents.awaits_children(now.ino))
         return now.stored_version >= target.version or (now.tier is None and now.is_file)
 
     def _told(
-        self, targets: dict[int, Inode], waiting: set[int], total: int, names_left: int
+        self, targets: dict[int, Inode], waiting: set[int], names_left: int
     ) -> dict[str, Any]:
+        total = _total(targets)
         left = sum(_bytes(targets[ino]) for ino in waiting)
         moved = sum(
             min(flight.moved, flight.size)
@@ -91,6 +111,10 @@ class Drainer:
             "reason": self._flusher.health.degraded_reason,
             "names_left": names_left,
         }
+
+
+def _total(targets: dict[int, Inode]) -> int:
+    return sum(_bytes(inode) for inode in targets.values())
 
 
 def _bytes(inode: Inode) -> int:
