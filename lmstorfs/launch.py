@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import msgspec
 
@@ -133,7 +134,10 @@ def start(config: MountConfig, *, foreground: bool) -> tuple[Ready, "Keeper"]:
     with StateDirectory(config).prepared():
         keeper = Keeper(config.state, foreground=foreground)
         try:
-            return keeper.wait_until_ready(), keeper
+            ready = keeper.wait_until_ready()
+            if foreground:  # before anyone is told that the mount is there, and ends it
+                keeper.forward_signals()
+            return ready, keeper
         except BaseException:
             keeper.stop()
             raise
@@ -151,6 +155,7 @@ class Keeper:
     def __init__(self, state: Path, *, foreground: bool) -> None:
         self._state = state
         self._foreground = foreground
+        self._handlers: dict[int, Any] = {}  # what was there before `forward_signals`
         read_end, write_end = os.pipe()
         try:
             self._process = self._spawn(write_end)
@@ -232,17 +237,22 @@ class Keeper:
             self._process.kill()
             self._process.wait()
 
-    def wait_in_foreground(self) -> int:
-        """Return the keeper's exit code; SIGINT and SIGTERM are passed on to it."""
+    def forward_signals(self) -> None:
+        """Pass SIGINT and SIGTERM on to the keeper from now on."""
 
         def forward(number: int, _frame: FrameType | None) -> None:
             self._process.send_signal(number)
 
-        previous = {n: signal.signal(n, forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._handlers.setdefault(number, signal.signal(number, forward))
+
+    def wait_in_foreground(self) -> int:
+        """Return the keeper's exit code; signals are passed on to it until then."""
+        self.forward_signals()
         try:
             code = self._process.wait()
         finally:
-            for number, handler in previous.items():
+            for number, handler in self._handlers.items():
                 signal.signal(number, handler)
         return 128 - code if code < 0 else code
 
