@@ -121,7 +121,7 @@ class Daemon:
 
     async def run(self, ready_fd: int) -> int:
         """Serve the mount until it is gone; return the exit code."""
-        self.report.adopted = adopt(self.catalog, self.placement, self.versions, self.digester)
+        self.report.adopted = adopt(self.catalog, self.placement, self.digester)
         async with trio.open_nursery() as nursery:
             await nursery.start(self.pool.run)
             for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):

@@ -31,7 +31,7 @@ class Inode(msgspec.Struct, frozen=True):
     writing: int
     """1 while a writer has the file open: after a crash its content is in doubt."""
     sealed: int
-    """1 when size and mtime_ns describe the tier's file at a close or fsync."""
+    """1 when a close or fsync vouched for the content; 0 before, and after a crash in a write."""
     version: int
     """Number of the newest closed version; 0 where there was none yet. Only grows."""
     digest: str | None

@@ -1,6 +1,6 @@
 """Contents and their versions: who is writing, what was closed, what the store has.
 
-The life of a version: `begin_writing` → (`seal` at each flush) → `close_version` → `stored`.
+The life of a version: `begin_writing` → `close_version` → (`end_writing`) → `stored`.
 Every step is one transaction and is committed before the call that it answers returns, so after
 a crash the rows say which contents some close or fsync vouched for.
 """
@@ -38,13 +38,6 @@ class Contents:
     def begin_writing(self, ino: int, tier: str) -> None:
         """A writer opens the file, whose content is in `tier`."""
         self._db.execute("UPDATE inodes SET writing = 1, tier = ? WHERE ino = ?", (tier, ino))
-
-    def seal(self, ino: int, size: int, mtime_ns: int) -> None:
-        """A writer closed a descriptor: what the tier holds now, someone vouches for."""
-        self._db.execute(
-            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1 WHERE ino = ?",
-            (size, mtime_ns, time.time_ns(), ino),
-        )
 
     def close_version(self, ino: int, size: int, mtime_ns: int, *, writing: bool) -> int:
         """What the tier holds is a new version; return its number."""

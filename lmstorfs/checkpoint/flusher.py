@@ -89,6 +89,7 @@ class Flusher:
         self._urgent: set[int] = set()
         # ino → (version, its mtime) whose content is gone; with another mtime it may be there
         self._superseded: dict[int, tuple[int, int]] = {}
+        self._doubted: dict[int, tuple[int, int]] = {}  # the same, after the first look only
         self._backoff = Backoff()
         self._wake = trio.Event()
         self._changed = trio.Event()
@@ -117,6 +118,7 @@ class Flusher:
             flight.scope.cancel()
         self._urgent.discard(ino)
         self._superseded.pop(ino, None)
+        self._doubted.pop(ino, None)
 
     def is_busy(self, key: str) -> bool:
         """Whether an upload to `key`, or to something below it, is under way."""
@@ -136,16 +138,8 @@ class Flusher:
 
     def is_overtaken(self, inode: Inode) -> bool:
         """Whether a writer changes the file now: the newest version's content is gone already."""
-        if not inode.writing or not inode.is_file:
-            return False
-        tier = self._placement.tier(inode.tier)
-        if tier is None:
-            return False
-        try:
-            found = tier.path(inode.ino).stat()
-        except FileNotFoundError:
-            return False
-        return not inode.is_version(found)
+        found = self._found(inode) if inode.writing and inode.is_file else None
+        return found is not None and not inode.is_version(found)
 
     def settled(self, ino: int, version: int) -> bool:
         """Whether the store has `version` or a newer one, or the file is gone."""
@@ -262,9 +256,8 @@ class Flusher:
                 self._cancelled += 1
                 self._given_up(inode, flight)
         except SupersededError:
-            self._superseded_count += 1
-            self._superseded[ino] = (flight.version, inode.version_mtime_ns)
             self._given_up(inode, flight)
+            self._overtaken(inode)
         except StoreError as error:
             self._given_up(inode, flight)
             self.health.failed(error)
@@ -283,6 +276,31 @@ class Flusher:
             self.announce()
             self.wake()
 
+    def _overtaken(self, inode: Inode) -> None:
+        """The content on the way was not the version's. It comes with the next version, if at all.
+
+        But to reserve room, or to give it back, moves a file's time for a moment: where the tier
+        shows the version after all, a second look decides.
+        """
+        state = (inode.version, inode.version_mtime_ns)
+        found = self._found(inode)
+        is_there = found is not None and inode.is_version(found)
+        if is_there and self._doubted.get(inode.ino) != state:
+            self._doubted[inode.ino] = state
+            self._backoff.failed(inode.ino, time.monotonic())
+            return
+        self._doubted.pop(inode.ino, None)
+        self._superseded_count += 1
+        self._superseded[inode.ino] = state
+
+    def _found(self, inode: Inode) -> os.stat_result | None:
+        """Return what the tier shows of a file; None where no tier has it."""
+        tier = self._placement.tier(inode.tier)
+        try:
+            return None if tier is None else tier.path(inode.ino).stat()
+        except FileNotFoundError:
+            return None
+
     def _given_up(self, inode: Inode, flight: Flight) -> None:
         """The upload failed, or it was given up: what it may have left must not stay."""
         if inode.dirty:
@@ -294,6 +312,7 @@ class Flusher:
         self.health.succeeded()
         self._backoff.succeeded(_THE_STORE)
         self._backoff.succeeded(ino)
+        self._doubted.pop(ino, None)
         self._urgent.discard(ino)
         self._catalog.note_stored(ino)
 

@@ -1,7 +1,7 @@
 """Adopting: taking over what an earlier daemon left in the tiers and the catalog.
 
-After a crash the catalog says which contents some close or fsync vouched for (`sealed`, with size
-and mtime), and the tiers show what is really there. Where both agree the content is whole and is
+After a crash the catalog says which contents some close or fsync made a version of (with size and
+mtime), and the tiers show what is really there. Where both agree the content is whole and is
 flushed; where they do not, somebody was in the middle of a write: the file stays readable as it
 is, as on a local disk, and never goes to the store.
 
@@ -15,7 +15,6 @@ import structlog
 
 from lmstorfs.catalog import Inode, SqliteCatalog
 from lmstorfs.checkpoint.digester import Digester
-from lmstorfs.checkpoint.versions import Versions
 from lmstorfs.tiers import Placement, Tier
 
 log = structlog.get_logger()
@@ -37,9 +36,7 @@ class Adopted(msgspec.Struct, kw_only=True):
     """Paths of files whose only copy was in a tier that is gone."""
 
 
-def adopt(
-    catalog: SqliteCatalog, placement: Placement, versions: Versions, digester: Digester
-) -> Adopted:
+def adopt(catalog: SqliteCatalog, placement: Placement, digester: Digester) -> Adopted:
     """Bring catalog and tiers to agree; start the digests of what will be flushed."""
     result = Adopted()
     catalog.contents.recover_uploads()
@@ -48,7 +45,7 @@ def adopt(
     for tier in placement.tiers:
         _adopt_tier(catalog, tier, result)
     for inode in catalog.contents.torn():
-        _adopt_writing(catalog, placement, versions, inode, result)
+        _adopt_writing(catalog, placement, inode, result)
     for inode in catalog.db.inodes("WHERE version != stored_version AND digest IS NULL"):
         if inode.is_file and inode.tier is not None and not inode.torn:
             digester.add(inode.ino, inode.version)
@@ -113,19 +110,14 @@ def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted) -> None
 def _adopt_writing(
     catalog: SqliteCatalog,
     placement: Placement,
-    versions: Versions,
     inode: Inode,
     result: Adopted,
 ) -> None:
     tier = placement.tier(inode.tier)
     if tier is None:
         return
-    found = _cut(tier, inode)
-    size, mtime_ns = found.st_size, found.st_mtime_ns
-    if inode.is_version(found):
+    if inode.is_version(_cut(tier, inode)):
         catalog.contents.end_writing(inode.ino)
-    elif inode.sealed and (size, mtime_ns) == (inode.size, inode.mtime_ns):
-        versions.close(inode.ino, size, mtime_ns, writing=False)
     else:
         catalog.contents.doubt(inode.ino)
         result.torn.append(catalog.path(inode.ino) or f"inode {inode.ino}")

@@ -220,15 +220,30 @@ class OpenFiles:
     # --- close -------------------------------------------------------------------------------
 
     def flush(self, handle: int) -> None:
-        """A descriptor was closed: vouch for what the tier holds, before close(2) returns."""
+        """A descriptor was closed: what the tier holds is a version before close(2) returns.
+
+        Not only at the last writer's RELEASE: a process that was forked meanwhile, a worker that
+        reads data, may hold the file open for as long as it lives.
+        """
         opened = self._files.get(handle_ino(handle))
         if opened is None or opened.fd is None or not handle_writable(handle):
             return
+        inode = self.catalog.find(opened.ino)
+        if inode is None or inode.nlink == 0:
+            return
+        if opened.written or not inode.is_version(os.fstat(opened.fd)):
+            self._make_version(opened, writing=True)
+
+    def _make_version(self, opened: OpenFile, *, writing: bool) -> None:
+        assert opened.fd is not None
         found = os.fstat(opened.fd)
-        self.catalog.contents.seal(opened.ino, found.st_size, found.st_mtime_ns)
+        opened.written = False
+        opened.vouched = writing
+        self.versions.close(opened.ino, found.st_size, found.st_mtime_ns, writing=writing)
+        self.flusher.wake()
 
     def release(self, handle: int) -> None:
-        """The kernel is done with an open: the last writer's makes a version."""
+        """The kernel is done with an open: after the last writer's, the room is settled."""
         opened = self._files.get(handle_ino(handle))
         if opened is None:
             return
@@ -247,8 +262,11 @@ class OpenFiles:
             return
         found = os.fstat(opened.fd)
         self.placement.learn(opened.name, found.st_size)
-        if opened.written or not inode.is_version(found):
-            self.versions.close(opened.ino, found.st_size, found.st_mtime_ns, writing=False)
+        # A mapping writes without moving the time. Where the version has a digest already, that
+        # may be of what the file held before.
+        mapped = opened.mappable and opened.vouched and inode.digest is not None
+        if opened.written or mapped or not inode.is_version(found):
+            self._make_version(opened, writing=False)
         else:
             self.catalog.contents.end_writing(opened.ino)
             if inode.dirty and inode.digest is None:
@@ -256,7 +274,7 @@ class OpenFiles:
         # After the catalog: to give room back moves the mtime for a moment, and a crash just then
         # must not look like a writer's.
         opened.tier.settle(opened.ino, opened.fd)
-        opened.written = False
+        opened.vouched = False
         self.flusher.wake()
 
     def set_times(self, inode: Inode, atime_ns: int, mtime_ns: int) -> None:
@@ -305,4 +323,5 @@ class OpenFiles:
         if found is not None and opened is not None:
             changed = opened.written or not inode.is_version(found)
             opened.written = False
+            opened.vouched |= changed
         await self.versions.fsync(inode, found, changed=changed)

@@ -54,6 +54,8 @@ class OpenFile:
         self.written = False
         """Whether the content may differ from the newest version in ways that stat hides."""
         self.mappable = False
+        self.vouched = False
+        """Whether a close or an fsync made a version since the first writer came."""
         self.last_size = 0
         """Size when the reservation was looked after last."""
 

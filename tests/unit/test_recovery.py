@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from lmstorfs.catalog import ROOT_INO, Inode, SqliteCatalog
-from lmstorfs.checkpoint import Versions
 from lmstorfs.checkpoint.recovery import Adopted, adopt
 from lmstorfs.store import Kind, ObjectInfo
 from lmstorfs.tiers import Placement, Tier
@@ -71,16 +70,8 @@ class World:
         placement = Placement(
             [Tier("ram", self.folder / "ram", 1 << 30)], self.catalog, lambda ino: False
         )
-        versions = Versions(
-            self.catalog,
-            placement,
-            None,  # type: ignore[arg-type]  # nothing is flushed here
-            self.digests,  # type: ignore[arg-type]
-            fsync="copy",
-            fsync_timeout_s=1.0,
-        )
         self.tier = placement.tiers[0]
-        return adopt(self.catalog, placement, versions, self.digests)  # type: ignore[arg-type]
+        return adopt(self.catalog, placement, self.digests)  # type: ignore[arg-type]
 
     def flushable(self) -> list[int]:
         return [inode.ino for inode in self.catalog.contents.dirty(-1) if inode.is_file]
@@ -141,28 +132,7 @@ def test_a_file_that_was_never_closed_is_torn_and_readable_and_not_flushed(world
     assert world.adopt().torn == ["model"]  # adopted again, it still is
 
 
-def test_a_descriptor_was_closed_but_its_release_never_came(world: World) -> None:
-    """close(2) had returned: the content is whole, though no version was made of it."""
-    inode = world.file("model", b"whole", writing=True)
-    world.catalog.contents.seal(inode.ino, *world.found(inode.ino))
-    adopted = world.adopt()
-    assert adopted.torn == []
-    row = world.catalog.get(inode.ino)
-    assert (row.version, row.writing, row.version_size) == (1, 0, 5)
-    assert world.digests.asked[-1] == (inode.ino, 1)
-    assert world.flushable() == [inode.ino]
-
-
-def test_a_descriptor_was_closed_and_another_went_on_writing(world: World) -> None:
-    inode = world.file("model", b"whole", writing=True)
-    world.catalog.contents.seal(inode.ino, *world.found(inode.ino))
-    with world.path(inode.ino).open("ab") as file:
-        file.write(b" and more")
-    assert world.adopt().torn == ["model"]
-    assert world.flushable() == []
-
-
-def test_an_fsynced_file_that_nobody_wrote_to_since_is_whole(world: World) -> None:
+def test_a_closed_or_fsynced_file_whose_release_never_came_is_whole(world: World) -> None:
     inode = world.file("model", b"synced", writing=True)
     version = world.close(inode, writing=True)
     adopted = world.adopt()
