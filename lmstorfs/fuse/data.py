@@ -113,14 +113,22 @@ class DataPath:
 
     # --- room --------------------------------------------------------------------------------
 
-    def _has_room(self, opened: OpenFile, end: int) -> bool:
-        """Whether the file may grow to `end`, evicting stored versions where that helps."""
+    def _has_room(self, opened: OpenFile, end: int, *, admit: bool = True) -> bool:
+        """Whether the file may grow to `end`, evicting stored versions where that helps.
+
+        `admit`: one that has no room at all yet gets it for all that it will probably become, or
+        none. Files that began with a part each would wait for each other.
+        """
         tier = opened.tier
         if tier is None or opened.fd is None:
             raise NamespaceError(errno.EBADF)
-        if end <= tier.held(opened.ino):
+        held = tier.held(opened.ino)
+        if end <= held:
             return True
         reserve = self._files.placement.reserve
+        if admit and held == 0:
+            whole = max(end, self._files.placement.admission(tier, opened.name))
+            return reserve(tier, opened.ino, opened.fd, whole)
         return reserve(tier, opened.ino, opened.fd, end + _GROW_BYTES) or reserve(
             tier, opened.ino, opened.fd, end
         )
@@ -135,7 +143,7 @@ class DataPath:
         self._waiting += 1
         try:
             hopeful_at = trio.current_time()
-            while not self._has_room(opened, end):
+            while not self._has_room(opened, end, admit=self._can_hope()):
                 if self._can_hope():
                     hopeful_at = trio.current_time()
                 elif trio.current_time() - hopeful_at > _GIVE_UP_S:

@@ -77,6 +77,11 @@ class Placement:
                 return tier, expected or max(ahead, MIN_RESERVE_BYTES)
         return None
 
+    def admission(self, tier: Tier, name: bytes) -> int:
+        """Return what must fit before a file of this name that had to wait may begin, bytes."""
+        unknown = min(RESERVE_AHEAD_BYTES, tier.budget_bytes // _UNKNOWN_SHARE)
+        return min(self.expect(name) or unknown, tier.budget_bytes)
+
     def reserve(self, tier: Tier, ino: int, fd: int, end: int) -> bool:
         """Make sure that `ino` can grow to `end`, evicting where needed; False: no room."""
         missing = end - tier.held(ino)
