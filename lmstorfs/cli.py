@@ -179,6 +179,24 @@ def checkpoints(mountpoint: MountArgument = None, json: JsonOption = False) -> N
         console.output().print(console.checkpoint_table(answer["checkpoints"]))
 
 
+@app.command(epilog="Example:\n\n  python train.py --resume $(lmstorfs latest /ckpt)")
+def latest(
+    path: Annotated[
+        str, typer.Argument(metavar="PATH", help="The mount point, or a directory in the mount.")
+    ],
+) -> None:
+    """Print the path of the newest complete checkpoint at or below PATH, for --resume."""
+    found, below = locate(path)
+    answer = ControlClient(found.state).call("checkpoints", timeout=STATUS_TIMEOUT_S)
+    for checkpoint in answer["checkpoints"]:
+        candidate = os.path.join(found.mountpoint, checkpoint["path"])  # noqa: PTH118 - bytes stay
+        within = f"{candidate}/".startswith(below.rstrip("/") + "/")
+        if within and checkpoint["complete"] and checkpoint["weights"]:
+            console.say_path(candidate)
+            return
+    raise SetupError(f"no complete checkpoint was written to {below}; see lmstorfs checkpoints")
+
+
 @app.command(epilog="Examples:\n\n  lmstorfs sync\n\n  lmstorfs sync /ckpt/run-7/step-3000")
 def sync(
     paths: Annotated[

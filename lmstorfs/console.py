@@ -6,6 +6,7 @@ names fold.
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,6 +50,13 @@ def note(line: str) -> None:
     """Tell the person at the terminal one line that is no result."""
     sys.stderr.write(f"lmstorfs: {_printable(line)}\n")
     sys.stderr.flush()
+
+
+def say_path(path: str) -> None:
+    """Print a path for programs: its bytes as they are, also where they are not UTF-8."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(os.fsencode(path) + b"\n")
+    sys.stdout.buffer.flush()
 
 
 def say(line: str) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from lmstorfs.catalog.catalog import ROOT_INO, Inode
 from lmstorfs.errors import SetupError
+from lmstorfs.store.keys import quote_name, unquote_name
 
 SCHEMA_VERSION = 1
 _CACHE_KIB = 64 << 10  # bounds the daemon's memory however many inodes there are
@@ -73,6 +74,7 @@ class Database:
             )
         finally:
             os.umask(old_umask)
+        self.connection.text_factory = _as_text
         self._depth = 0
         execute = self.connection.execute
         execute("PRAGMA journal_mode = WAL")
@@ -122,19 +124,30 @@ class Database:
 
     def execute(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         """Run one statement."""
-        return self.connection.execute(sql, parameters)
+        return self.connection.execute(sql, _as_sql(parameters))
 
     def inode(self, sql: str, parameters: tuple[Any, ...] = ()) -> Inode | None:
         """Return the first inode that `SELECT … FROM inodes i <sql>` yields."""
-        row = self.connection.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
-        found = row.fetchone()
+        found = self.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters).fetchone()
         return None if found is None else Inode(*found)
 
     def inodes(self, sql: str, parameters: tuple[Any, ...] = ()) -> list[Inode]:
         """Return all inodes that `SELECT … FROM inodes i <sql>` yields."""
-        rows = self.connection.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
+        rows = self.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
         return [Inode(*row) for row in rows]
 
     def close(self) -> None:
         """Close the database; the write-ahead log is folded into it."""
         self.connection.close()
+
+
+def _as_sql(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return what SQLite takes: its texts are UTF-8, and a key may hold a name that is not."""
+    if all(not isinstance(value, str) or value.isascii() for value in parameters):
+        return parameters
+    return tuple(quote_name(value) if isinstance(value, str) else value for value in parameters)
+
+
+def _as_text(raw: bytes) -> str:
+    """Return the text that `_as_sql` gave to SQLite."""
+    return raw.decode() if raw.isascii() else unquote_name(raw.decode())

@@ -257,11 +257,11 @@ class SqliteCatalog:
 
     def _rebase_stored(self, ino: int, old_key: str, new_key: str) -> None:
         self.db.execute(
-            "UPDATE inodes SET stored_key = ? || substr(stored_key, ?) WHERE stored_key IS NOT NULL"
-            " AND (ino = ? OR ino IN (WITH RECURSIVE tree(ino) AS"
+            "UPDATE inodes SET stored_key = ? || substr(stored_key, length(?) + 1)"
+            " WHERE stored_key IS NOT NULL AND (ino = ? OR ino IN (WITH RECURSIVE tree(ino) AS"
             " (SELECT ino FROM names WHERE parent = ? UNION ALL"
             " SELECT n.ino FROM names n JOIN tree t ON n.parent = t.ino) SELECT ino FROM tree))",
-            (new_key, len(old_key) + 1, ino, ino),
+            (new_key, old_key, ino, ino),
         )
 
     def _exchange(

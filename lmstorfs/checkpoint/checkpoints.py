@@ -23,6 +23,7 @@ _SHARD = re.compile(r"^__\d+_\d+\.distcp$|\d+-of-\d+|rank[_-]?\d+|^rng_state|sha
 _WEIGHTS = (
     ".bin",
     ".ckpt",
+    ".distcp",
     ".h5",
     ".msgpack",
     ".npz",
@@ -51,6 +52,8 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     files: int = 0
     bytes: int = 0
     complete: bool = True
+    weights: bool = False
+    """Whether any of its files is one that weights are kept in; a log's is not."""
     copies: Copies
     closed_at: float = 0.0
     """When its newest file was closed, seconds since the epoch."""
@@ -104,6 +107,7 @@ def group(
                 continue
             checkpoint = found[name] = Checkpoint(path=name, copies=Copies())
         _add(checkpoint, inode, is_open(inode.ino))
+        checkpoint.weights |= path.endswith(_WEIGHTS)
         if _TEMPORARY.search(name.rpartition("/")[2]):
             checkpoint.complete = False
     return sorted(found.values(), key=lambda checkpoint: -checkpoint.closed_at)

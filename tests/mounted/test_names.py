@@ -188,3 +188,21 @@ def test_a_directory_stays_right_while_it_changes(directory_site: Site) -> None:
     assert {name for name in seen if name.startswith("keep_")} == {
         f"keep_{number}" for number in range(2000)
     }
+
+
+def test_names_that_are_not_utf8_are_names_like_any_other(site: Site) -> None:
+    folder = site.fresh("bytes")
+    old, new = (folder / os.fsdecode(name) for name in (b"caf\xe9", b"th\xe9 \xe2\x80\x9b"))
+    (old / "deeper").mkdir(parents=True)
+    (old / "deeper" / os.fsdecode(b"mod\xffel.pt")).write_bytes(b"weights")
+    site.sync()
+    old.rename(new)
+    site.settle()
+    assert tree(new) == {os.fsdecode(b"deeper/mod\xffel.pt"): b"weights"}
+    if site.server is None:
+        assert tree(site.stored(new)) == tree(new)
+        assert not site.stored(old).exists()
+    shutil.rmtree(new)
+    site.settle()
+    assert list(folder.iterdir()) == []
+    assert [path for path in site.stored(folder).rglob("*") if path.is_file()] == []

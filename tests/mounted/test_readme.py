@@ -48,7 +48,7 @@ def test_every_command_works(tmp_path: Path) -> None:
                 ran.append(words[1])
         finally:
             clean_up(mount, tmp_path)
-    assert {"doctor", "mount", "status", "checkpoints", "sync", "unmount"} <= set(ran)
+    assert {"doctor", "mount", "status", "checkpoints", "sync", "latest", "unmount"} <= set(ran)
 
 
 def sandboxed(word: str, places: dict[str, str]) -> str:

@@ -381,7 +381,7 @@ def test_a_command_without_any_mount(run: Run, command: str) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["status", "checkpoints", "sync"])
+@pytest.mark.parametrize("command", ["status", "checkpoints", "sync", "latest"])
 def test_a_path_outside_of_any_mount(base: Path, run: Run, command: str) -> None:
     done = run(command, base)
     assert done.returncode == 1

@@ -83,6 +83,31 @@ def test_from_mount_to_unmount(mountpoint: Path) -> None:
     assert (state / "store" / "run" / "step-1" / "model").stat().st_size == 100_000
 
 
+def test_the_latest_checkpoint_is_the_newest_complete_one(mountpoint: Path) -> None:
+    assert mount(mountpoint, "-o", "flush_delay=0.05").returncode == 0
+    done = run("latest", mountpoint)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        f"lmstorfs: no complete checkpoint was written to {mountpoint}; see lmstorfs checkpoints\n"
+    )
+    odd = os.fsdecode(b"run-b\xff/step_1")
+    for path in ("run-a/step_10/model.pt", "run-a/step_9/model.pt", f"{odd}/model.pt"):
+        (mountpoint / path).parent.mkdir(parents=True)
+        (mountpoint / path).write_bytes(b"weights")
+        assert run("sync", mountpoint).returncode == 0
+    (mountpoint / "train.log").write_bytes(b"loss 0.1")
+    assert run("sync", mountpoint).returncode == 0
+    (mountpoint / "run-a" / "step_11").mkdir()
+    with (mountpoint / "run-a" / "step_11" / "model.pt").open("wb", buffering=0) as writer:
+        writer.write(b"half of the wei")
+        answer = subprocess.run(command("latest", mountpoint), capture_output=True, check=True)
+        assert answer.stdout == os.fsencode(mountpoint / odd) + b"\n"
+        # The last one that was written, and not the one with the largest number.
+        assert run("latest", mountpoint / "run-a").stdout == f"{mountpoint}/run-a/step_9\n"
+    assert run("sync", mountpoint).returncode == 0
+    assert run("latest", mountpoint).stdout == f"{mountpoint}/run-a/step_11\n"
+
+
 def test_after_the_death_of_daemon_and_keeper_mount_takes_over(mountpoint: Path) -> None:
     assert mount(mountpoint, "-o", "flush_delay=600").returncode == 0
     (mountpoint / "precious").write_bytes(b"x" * 100_000)
