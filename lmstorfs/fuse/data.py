@@ -143,8 +143,8 @@ class DataPath:
         self._waiting += 1
         try:
             hopeful_at = trio.current_time()
-            while not self._has_room(opened, end, admit=self._can_hope()):
-                if self._can_hope():
+            while not self._has_room(opened, end, admit=(hope := self._can_hope())):
+                if hope:
                     hopeful_at = trio.current_time()
                 elif trio.current_time() - hopeful_at > _GIVE_UP_S:
                     raise NoRoomError(
