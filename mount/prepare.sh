@@ -38,7 +38,8 @@ has() {
         pkg-config) command -v pkg-config >/dev/null ;;
         libc6-dev) [ -e /usr/include/stdio.h ] ;;
         rsync) command -v rsync >/dev/null ;;
-        iproute2) command -v ip >/dev/null ;;
+        iproute2) command -v ip >/dev/null && command -v tc >/dev/null ;;
+        util-linux) command -v nsenter >/dev/null ;;
         attr) command -v setfattr >/dev/null ;;
         python3) command -v "${PYTHON:-python3}" >/dev/null ;;
         python3-venv) "${PYTHON:-python3}" -c 'import ensurepip, venv' 2>/dev/null ;;
@@ -50,7 +51,7 @@ raise SystemExit(not os.path.exists(sysconfig.get_path("include") + "/Python.h")
 prepare_packages() {
     local wanted=(python3 python3-venv python3-dev gcc libc6-dev fuse3 pkg-config libfuse3-dev)
     local missing=() package log
-    [ "$1" = test ] && wanted+=(rsync iproute2 attr)
+    [ "$1" = test ] && wanted+=(rsync iproute2 util-linux attr)
     for package in "${wanted[@]}"; do
         has "$package" || missing+=("$package")
     done
