@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from lmstorfs import __version__, console
-from lmstorfs.control_client import ControlClient, DaemonGoneError
+from lmstorfs.control_client import ControlClient, DaemonDownError, DaemonGoneError
 from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.mounts import Mount, is_mounted, locate, lock_held, only_mount
 from lmstorfs.units import format_size
@@ -146,9 +146,15 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it live, until Ctrl-C.")] = False,
 ) -> None:
     """Is my newest checkpoint safe? And: tiers, what is pending, what is wrong."""
-    client = ControlClient(_choose(mountpoint).state)
+    found = _choose(mountpoint)
+    client = ControlClient(found.state)
     if json:
-        console.show_json(client.call("status", timeout=STATUS_TIMEOUT_S))
+        try:
+            console.show_json(client.call("status", timeout=STATUS_TIMEOUT_S))
+        except DaemonDownError as error:
+            down = {"mountpoint": found.mountpoint, "state": "down", "reasons": [str(error)]}
+            console.show_json(down)
+            raise typer.Exit(1) from error
     elif watch:
         _watch(client)
     else:
@@ -246,7 +252,7 @@ def unmount(
         with console.transfer_progress("draining") as update:
             ControlClient(found.state).call("unmount", on_progress=update, drain=not no_drain)
     except DaemonGoneError as error:
-        if lock_held(found.state):
+        if lock_held(found.state) and not isinstance(error, DaemonDownError):
             launch.wait_until_gone(found.mountpoint, found.state)
         else:
             _clear_dead(found, error)
@@ -275,6 +281,7 @@ def _clear_dead(found: Mount, error: DaemonGoneError) -> None:
     if not is_mounted(found.mountpoint):
         raise SetupError(f"{found.mountpoint} is not mounted") from error
     warning = launch.clear_dead_mount(found.mountpoint, found.state)
+    launch.wait_until_gone(found.mountpoint, found.state)  # a keeper without a daemon ends now
     if warning:
         raise SetupError(warning) from error
     console.say(f"unmounted {found.mountpoint}; its daemon was dead")

@@ -47,6 +47,8 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 2
     """Processes that upload and download."""
     log_level: str = "info"
+    restart_limit: int = 5
+    """A daemon that dies this often within a minute is not started again."""
 
     @property
     def state(self) -> Path:
@@ -62,6 +64,8 @@ PARTS = {
     "lock": "lock",
     "log": "daemon.log",
     "store": "store",
+    "down": "down",
+    "closed": "closed",
 }
 MIN_RAM_BYTES = 16 * MIB  # less holds no checkpoint at all, only trouble
 

@@ -27,6 +27,10 @@ class DaemonGoneError(SetupError):
     """No daemon answers on the control socket, and no keeper is there to bring one."""
 
 
+class DaemonDownError(DaemonGoneError):
+    """The daemon died so often that its keeper has given up; the message is the keeper's."""
+
+
 def encode_line(message: Any) -> bytes:
     """Return `message` as one line; names that are not UTF-8 travel as escaped surrogates."""
     try:
@@ -76,20 +80,24 @@ class ControlClient:
     ) -> Any:
         """Return the result of `op`; raises `SetupError` with what the daemon said otherwise.
 
-        `timeout` bounds, in seconds, how long the daemon may say nothing at all.
+        `timeout` bounds, in seconds, how long the daemon may say nothing at all. A daemon that
+        dies meanwhile is replaced by its keeper, and the new one is asked the same.
         """
-        with self._connect(timeout) as connection:
-            try:
-                connection.sendall(encode_line({**fields, "op": op}))
-                return self._read_reply(connection, on_progress)
-            except TimeoutError as error:
-                raise SetupError(f"the daemon of {self._name} does not answer; {self._log}") from (
-                    error
-                )
-            except (ConnectionError, EOFError) as error:
-                raise DaemonGoneError(
-                    f"the daemon of {self._name} went away before it answered; {self._log}"
-                ) from error
+        while True:
+            with self._connect(timeout) as connection:
+                try:
+                    connection.sendall(encode_line({**fields, "op": op}))
+                    return self._read_reply(connection, on_progress)
+                except TimeoutError as error:
+                    raise SetupError(
+                        f"the daemon of {self._name} does not answer; {self._log}"
+                    ) from error
+                except (ConnectionError, EOFError) as error:
+                    if not self._restart_grace or not lock_held(self._state):
+                        raise DaemonGoneError(
+                            f"the daemon of {self._name} went away before it answered; {self._log}"
+                        ) from error
+            time.sleep(RETRY_PAUSE_S)
 
     @property
     def _name(self) -> str:
@@ -110,6 +118,8 @@ class ControlClient:
                     f"{self._state} belongs to another user; ask as that user, or as root"
                 ) from error
             except (ConnectionRefusedError, FileNotFoundError, NotADirectoryError) as error:
+                if lock_held(self._state) and (reason := self._given_up()):
+                    raise DaemonDownError(reason) from error
                 if time.monotonic() > give_up or not lock_held(self._state):
                     raise self._gone() from error
             except TimeoutError as error:
@@ -128,6 +138,13 @@ class ControlClient:
             connection.close()
             raise
         return connection
+
+    def _given_up(self) -> str | None:
+        """Return why the keeper brings no daemon any more; None where it does."""
+        try:
+            return (self._state / PARTS["down"]).read_text().strip()
+        except OSError:
+            return None
 
     def _gone(self) -> DaemonGoneError:
         return DaemonGoneError(

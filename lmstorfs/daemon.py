@@ -22,7 +22,7 @@ import trio
 from lmstorfs import __version__, mounts
 from lmstorfs.catalog import Merger, SqliteCatalog
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
-from lmstorfs.checkpoint.recovery import adopt
+from lmstorfs.checkpoint.recovery import adopt, note_closed
 from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
 from lmstorfs.control import ControlServer, Progress
 from lmstorfs.dataset import Fetcher
@@ -30,8 +30,10 @@ from lmstorfs.draining import Drainer, nobody
 from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.fuse.channel import Channel
 from lmstorfs.fuse.data import DataPath
+from lmstorfs.fuse.handle import handle_writable
 from lmstorfs.fuse.handles import OpenFiles
 from lmstorfs.fuse.mounting import unmount_fuse
+from lmstorfs.fuse.openlog import OpenLog
 from lmstorfs.fuse.operations import Operations
 from lmstorfs.fuse.refresh import Refresher
 from lmstorfs.fuse.space import SpaceReport
@@ -50,13 +52,16 @@ EXIT_DIRTY_LEFT = 3
 _FUSE_TASKS_MAX = 4096
 _OPEN_FILES_MAX = 1 << 20
 _REPLY_SENT_S = 5.0
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Daemon:
     """All parts of one mount, made and wired in one place."""
 
-    def __init__(self, config: MountConfig, device_fd: int) -> None:
+    def __init__(self, config: MountConfig, device_fd: int, restarts: int) -> None:
+        """Take `restarts`: how many daemons have served this mount before and died."""
         self.config = config
+        self.takeover = restarts > 0
         self.catalog = SqliteCatalog(config.state / PARTS["catalog"])
         self.store = open_store(config.store)
         self.pool = WorkerPool(config.store, config.workers)
@@ -100,8 +105,9 @@ class Daemon:
             read_timeout_s=config.read_timeout_s,
         )
         wanted = config.data_path == "auto" and os.geteuid() == 0
-        self.channel = Channel(device_fd, DataPath(self.opened), passthrough=wanted)
-        self.opened.close_backing = self.channel.backing_close
+        self.openlog = OpenLog(config.state / PARTS["ram"] / "opens", adopted=self.takeover)
+        self.channel = Channel(device_fd, DataPath(self.opened), self.openlog, passthrough=wanted)
+        self.opened.close_backing = self.channel.forget_backing
         self.drainer = Drainer(self.catalog, self.flusher)
         self.report = Report(
             config,
@@ -111,6 +117,7 @@ class Daemon:
             self.fetcher,
             self.opened,
         )
+        self.report.restarts = restarts
         self._drain_at_end = True
         self._signals = 0
 
@@ -121,13 +128,13 @@ class Daemon:
 
     async def run(self, ready_fd: int) -> int:
         """Serve the mount until it is gone; return the exit code."""
-        self.report.adopted = adopt(self.catalog, self.placement, self.digester)
+        self._adopt()
         async with trio.open_nursery() as nursery:
             await nursery.start(self.pool.run)
             for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
-            nursery.start_soon(self._watch_signals)
+            await nursery.start(self._watch_signals)
             served = trio.Event()
             nursery.start_soon(self._serve_kernel, served)
             await self.channel.initialised.wait()
@@ -146,19 +153,38 @@ class Daemon:
         self.store.close()
         return EXIT_DIRTY_LEFT if left else EXIT_NOTHING_LEFT
 
+    def _adopt(self) -> None:
+        """Take over what an earlier daemon left, and with the mount itself what is open on it."""
+        survivors = self.openlog.survivors
+        opens = survivors.by_inode()
+        if not self.takeover:
+            self.catalog.db.forget_done()
+            ram = self.placement.tiers[0]
+            note_closed(self.catalog, ram, self.config.state / PARTS["closed"])
+        self.report.adopted = adopt(
+            self.catalog,
+            self.placement,
+            self.digester,
+            opened=opens.keys(),
+            written={ino for ino in opens if any(handle_writable(o.handle) for o in opens[ino])},
+            takeover=self.takeover,
+        )
+        self.opened.take_over(survivors)
+
     async def _serve_kernel(self, served: trio.Event) -> None:
         operations = Operations(
             self.catalog,
             self.opened,
             self.refresher,
             SpaceReport(self.store),
+            resent=self.channel.resent,
             attr_timeout_s=self.config.attr_timeout_s,
             read_only=self.config.read_only,
         )
         pyfuse3.init(operations, self.channel.mountpoint, set())
         async with trio.open_nursery() as nursery:
             nursery.start_soon(pyfuse3.main, 1, _FUSE_TASKS_MAX)
-            await self.channel.run()
+            await self.channel.run(adopted=self.takeover)
             nursery.cancel_scope.cancel()
         pyfuse3.close(unmount=False)
         self.channel.close()
@@ -220,8 +246,12 @@ class Daemon:
 
     # --- signals -----------------------------------------------------------------------------
 
-    async def _watch_signals(self) -> None:
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    async def _watch_signals(
+        self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        with trio.open_signal_receiver(*_SIGNALS) as signals:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)  # the keeper has blocked them
+            task_status.started()
             async for number in signals:
                 self._signals += 1
                 log.info("signal", number=number)
@@ -320,6 +350,7 @@ def main() -> int:
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--device-fd", type=int, required=True)
     parser.add_argument("--ready-fd", type=int, required=True)
+    parser.add_argument("--restarts", type=int, default=0)
     args = parser.parse_args()
     for fd in (args.device_fd, args.ready_fd):
         os.set_inheritable(fd, False)
@@ -329,7 +360,7 @@ def main() -> int:
     most = min(limit, _OPEN_FILES_MAX) if limit != resource.RLIM_INFINITY else _OPEN_FILES_MAX
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
     try:
-        return trio.run(Daemon(config, args.device_fd).run, args.ready_fd)
+        return trio.run(Daemon(config, args.device_fd, args.restarts).run, args.ready_fd)
     except LmstorfsError as error:
         os.write(args.ready_fd, json.dumps({"error": str(error), "exit_code": 1}).encode() + b"\n")
         return EXIT_FAILED

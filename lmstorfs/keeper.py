@@ -1,22 +1,18 @@
 """The keeper: holds a mount, so that the mount has no reason to die.
 
 It takes the state directory's lock, mounts the private tmpfs of the RAM tier, opens `/dev/fuse`
-and mounts, starts the daemon with the descriptor inherited, and tidies up when the daemon is
-done. It imports the standard library (and `fuse/mounting.py`, which does as much) and decides
-nothing: what could go wrong is elsewhere.
+and mounts, starts the daemon with the descriptor inherited, starts another one when it dies, and
+tidies up when the daemon is done. It imports the standard library (and modules of ours that do no
+more) and decides nothing: what could go wrong is elsewhere.
 
 The tmpfs outlives both processes on purpose. After `kill -9` of keeper and daemon it still holds
 what was acknowledged, and the next `lmstorfs mount` takes it over.
 """
 
 import argparse
-import contextlib
-import errno
 import fcntl
-import hashlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -25,20 +21,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lmstorfs.fuse.mounting import (
-    MS_NODEV,
-    MS_NOSUID,
-    MS_REMOUNT,
-    MountError,
-    is_mountpoint,
-    mount,
-    mount_fuse,
-    unmount_dir,
-    unmount_fuse,
-)
+from lmstorfs.fuse.caretaker import take_care
+from lmstorfs.fuse.mounting import MountError, mount_fuse, unmount_fuse
+from lmstorfs.ramfs import mount_ram, unmount_ram
 
 LOCK_TRIES = 20
 NOTHING_LEFT = 0  # the daemon's exit code when the store has everything: the RAM tier may go
+DIRTY_LEFT = 3  # its exit code when the mount is gone and the RAM tier is still needed
+DEATHS_WITHIN_S = 60.0
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Keeper:
@@ -49,30 +40,29 @@ class Keeper:
         self.ready_fd = ready_fd
         self.config: dict[str, Any] = json.loads((state / "mount.json").read_text())
         self.daemon: subprocess.Popen[bytes] | None = None
+        self.asked: int | None = None  # the last signal that no daemon has heard
         self.lock_fd = os.open(state / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def run(self) -> int:
         """Mount, keep, tidy up; return the exit code."""
         self.take_lock()
-        self.mount_ram()
+        for name in ("down", "control.sock"):  # an earlier keeper's
+            (self.state / name).unlink(missing_ok=True)
+        mount_ram(self.state / "ram", self.config["ram_bytes"])
         device = mount_fuse(
             self.config["mountpoint"],
             source=self.config["store"]["url"],
             allow_other=self.config["allow_other"],
             read_only=self.config["read_only"],
         )
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in SIGNALS:
             signal.signal(number, self.forward)
-        self.start_daemon(device)
-        assert self.daemon is not None
-        code = self.daemon.wait()
+        code = self.keep(device)
         os.close(device)
         if code >= 0:  # it ended of its own will; one that failed to start left the mount behind
             unmount_fuse(self.config["mountpoint"])
-        else:  # killed: the dead mount stays, so that no program writes below it unawares
-            print(f"keeper: the daemon was killed by signal {-code}", file=sys.stderr)  # noqa: T201
         if code == NOTHING_LEFT:
-            self.unmount_ram()
+            unmount_ram(self.state / "ram")
         return 0 if code == NOTHING_LEFT else 1
 
     def take_lock(self) -> None:
@@ -91,76 +81,68 @@ class Keeper:
         os.ftruncate(self.lock_fd, 0)
         os.write(self.lock_fd, f"{os.getpid()}\n".encode())
 
-    # --- the RAM tier ------------------------------------------------------------------------
-
-    @property
-    def ram(self) -> Path:
-        """Where the RAM tier is."""
-        return self.state / "ram"
-
-    def mount_ram(self) -> None:
-        """Mount the private tmpfs, or take over the one that an earlier keeper left.
-
-        Without the privilege to mount, a directory in /dev/shm stands in for it.
-        """
-        if is_mountpoint(self.ram):
-            flags = MS_REMOUNT | MS_NOSUID | MS_NODEV
-            with contextlib.suppress(OSError):  # smaller than what it holds: the books hold it
-                mount("lmstorfs", str(self.ram), "tmpfs", flags, f"size={self.config['ram_bytes']}")
-            return
-        if self.ram.is_symlink():
-            self.use_shared_memory()
-            return
-        self.ram.mkdir(mode=0o700, exist_ok=True)
-        size = f"mode=0700,nr_inodes=0,size={self.config['ram_bytes']}"
-        for data in (f"huge=within_size,{size}", size):  # a kernel without huge pages refuses
-            try:
-                mount("lmstorfs", str(self.ram), "tmpfs", MS_NOSUID | MS_NODEV, data)
-            except OSError as error:
-                if error.errno == errno.EPERM:
-                    break
-                if error.errno != errno.EINVAL:
-                    raise MountError(f"cannot mount a tmpfs at {self.ram}: {error}") from error
-            else:
-                return
-        self.use_shared_memory()
-
-    def use_shared_memory(self) -> None:
-        """Make `ram` a link to a directory of our own in /dev/shm, where that is to be had."""
-        if not os.access("/dev/shm", os.W_OK):
-            return
-        name = hashlib.sha256(os.fsencode(self.state)).hexdigest()[:16]  # one a state directory
-        shared = Path("/dev/shm") / f"lmstorfs-{os.getuid()}-{name}"
-        if self.ram.is_symlink():
-            shared = self.ram.readlink()  # gone after a reboot
-        shared.mkdir(mode=0o700, exist_ok=True)
-        if shared.lstat().st_uid != os.getuid() or shared.is_symlink():
-            raise MountError(f"{shared} belongs to somebody else; remove it")
-        if not self.ram.is_symlink():
-            self.ram.rmdir()
-            self.ram.symlink_to(shared)
-
-    def unmount_ram(self) -> None:
-        """Give the memory back: the store has everything."""
-        if is_mountpoint(self.ram):
-            unmount_dir(self.ram)
-        elif self.ram.is_symlink():
-            shutil.rmtree(self.ram.resolve(), ignore_errors=True)
-            self.ram.unlink()
-
     # --- the daemon --------------------------------------------------------------------------
 
-    def start_daemon(self, device: int) -> None:
-        """Start the daemon; it says by `ready_fd` when the mount answers."""
+    def keep(self, device: int) -> int:
+        """Have a daemon serve the mount until it is gone; return the last one's exit code."""
+        deaths: list[float] = []
+        restarts = 0
+        while True:
+            code = self.run_daemon(device, restarts)
+            if code in (NOTHING_LEFT, DIRTY_LEFT) or not self.has_served():
+                return code
+            now = time.monotonic()
+            deaths = [death for death in deaths if now - death < DEATHS_WITHIN_S] + [now]
+            how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+            self.say(f"the daemon died ({how})")
+            if len(deaths) >= self.config["restart_limit"]:
+                self.stay_down(device, f"{len(deaths)} times within a minute, at last: {how}")
+                return DIRTY_LEFT
+            restarts += 1
+
+    def run_daemon(self, device: int, restarts: int) -> int:
+        """Start a daemon on the device and wait for its end; return its exit code."""
         fds = [device, self.ready_fd, self.lock_fd]
         command = [sys.executable, "-m", "lmstorfs.daemon", "--state", str(self.state)]
         command += ["--device-fd", str(device), "--ready-fd", str(self.ready_fd)]
+        command += ["--restarts", str(restarts)]
+        # The daemon takes signals once it can act on them; until then they wait.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         self.daemon = subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL)
-        os.close(self.ready_fd)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        if restarts == 0:  # it tells who mounts when the mount answers; later ones tell nobody
+            os.close(self.ready_fd)
+            self.ready_fd = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        if self.asked is not None:
+            self.daemon.send_signal(self.asked)
+        return self.daemon.wait()
+
+    def has_served(self) -> bool:
+        """Whether a daemon came as far as to answer commands."""
+        return (self.state / "control.sock").exists()
+
+    def stay_down(self, device: int, why: str) -> None:
+        """Start no daemon any more; return when the mount is gone."""
+        mountpoint = self.config["mountpoint"]
+        reason = (
+            f"the daemon of {mountpoint} died {why}; it stays down, what was written stays in "
+            f"{self.state}. Its log is {self.state / 'daemon.log'}; to start again run: "
+            f"lmstorfs unmount {mountpoint}, then lmstorfs mount {mountpoint} as before"
+        )
+        (self.state / "down").write_text(reason + "\n")
+        self.say(reason)
+        take_care(device, self.state / "ram", self.state / "closed")
+
+    def say(self, what: str) -> None:
+        """Put one line into the log."""
+        print(f"keeper: {what}", file=sys.stderr, flush=True)  # noqa: T201
 
     def forward(self, number: int, _frame: FrameType | None) -> None:
         """Pass a signal on: draining is the daemon's."""
-        if self.daemon is not None and self.daemon.poll() is None:
+        self.asked = number
+        if (self.state / "down").exists():
+            unmount_fuse(self.config["mountpoint"])
+        elif self.daemon is not None and self.daemon.poll() is None:
             self.daemon.send_signal(number)
 
 

@@ -36,6 +36,8 @@ class Report:
         self._opened = opened
         self.adopted = Adopted()
         """What the daemon found when it started."""
+        self.restarts = 0
+        """How many daemons of this mount have died and were replaced."""
         self._started = time.monotonic()
         self.state = "ready"
         """`ready` or `draining`; `degraded` is found, not set."""
@@ -69,6 +71,7 @@ class Report:
                 if key != "corrupt_copies"
             },
             "recovery": {
+                "daemon_restarts": self.restarts,
                 "adopted_files": self.adopted.files,
                 "from_mirror_files": 0,
                 "from_store_files": 0,

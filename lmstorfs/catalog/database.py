@@ -8,7 +8,7 @@ One connection, used from the daemon's one thread.
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from lmstorfs.errors import SetupError
 from lmstorfs.store.keys import quote_name, unquote_name
 
 SCHEMA_VERSION = 1
+_SLOTS = 1024  # requests whose answer may be lost when the daemon dies: never nearly as many
 _CACHE_KIB = 64 << 10  # bounds the daemon's memory however many inodes there are
 
 _SCHEMA = f"""
@@ -54,6 +55,9 @@ CREATE TABLE IF NOT EXISTS journal (
 );
 CREATE TABLE IF NOT EXISTS uploads (
     ino INTEGER PRIMARY KEY, key TEXT NOT NULL, upload_id TEXT
+);
+CREATE TABLE IF NOT EXISTS done (
+    slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL
 );
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 INSERT OR IGNORE INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
@@ -121,6 +125,35 @@ class Database:
             self.connection.execute("COMMIT")
         finally:
             self._depth = 0
+
+    @contextmanager
+    def once(self, number: int) -> Iterator[Callable[[int], None]]:
+        """One transaction that also says that the kernel's request `number` was done.
+
+        Yields what takes the inode that came of it. See `done`.
+        """
+        made = 0
+
+        def note(ino: int) -> None:
+            nonlocal made
+            made = ino
+
+        with self.transaction():
+            yield note
+            self.execute(
+                "INSERT OR REPLACE INTO done VALUES (?, ?, ?)", (number % _SLOTS, number, made)
+            )
+
+    def done(self, number: int) -> int | None:
+        """Return the inode that came of the request `number` (0: none); None: not done yet."""
+        row = self.execute(
+            "SELECT ino FROM done WHERE slot = ? AND number = ?", (number % _SLOTS, number)
+        ).fetchone()
+        return None if row is None else int(row[0])
+
+    def forget_done(self) -> None:
+        """Another kernel connection begins, and counts its requests from the start."""
+        self.execute("DELETE FROM done")
 
     def execute(self, sql: str, parameters: tuple[Any, ...] = ()) -> sqlite3.Cursor:
         """Run one statement."""

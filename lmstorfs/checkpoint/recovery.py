@@ -9,6 +9,8 @@ Every step may be repeated: a crash while adopting is adopted again.
 """
 
 import os
+from collections.abc import Collection
+from pathlib import Path
 
 import msgspec
 import structlog
@@ -36,16 +38,30 @@ class Adopted(msgspec.Struct, kw_only=True):
     """Paths of files whose only copy was in a tier that is gone."""
 
 
-def adopt(catalog: SqliteCatalog, placement: Placement, digester: Digester) -> Adopted:
-    """Bring catalog and tiers to agree; start the digests of what will be flushed."""
+def adopt(
+    catalog: SqliteCatalog,
+    placement: Placement,
+    digester: Digester,
+    *,
+    opened: Collection[int] = (),
+    written: Collection[int] = (),
+    takeover: bool = False,
+) -> Adopted:
+    """Bring catalog and tiers to agree; start the digests of what will be flushed.
+
+    `takeover`: only the daemon died. `opened` are inodes that programs still have open, `written`
+    those of them that are open for writing.
+    """
     result = Adopted()
     catalog.contents.recover_uploads()
     for ino in catalog.orphans():
-        catalog.purge(ino)
+        if ino not in opened:
+            catalog.purge(ino)
     for tier in placement.tiers:
-        _adopt_tier(catalog, tier, result)
+        _adopt_tier(catalog, tier, result, takeover=takeover)
     for inode in catalog.contents.torn():
-        _adopt_writing(catalog, placement, inode, result)
+        if inode.ino not in written:
+            _adopt_writing(catalog, placement, inode, result)
     for inode in catalog.db.inodes("WHERE version != stored_version AND digest IS NULL"):
         if inode.is_file and inode.tier is not None and not inode.torn:
             digester.add(inode.ino, inode.version)
@@ -56,7 +72,27 @@ def adopt(catalog: SqliteCatalog, placement: Placement, digester: Digester) -> A
     return result
 
 
-def _adopt_tier(catalog: SqliteCatalog, tier: Tier, result: Adopted) -> None:
+def note_closed(catalog: SqliteCatalog, tier: Tier, closed: Path) -> None:
+    """Make versions of what was closed while no daemon was there; `closed` is the keeper's list.
+
+    Each line is an inode, size and mtime (ns); what the tier shows now must still be that.
+    """
+    try:
+        lines = closed.read_text().split("\n")[:-1]  # the last is whole, or was never answered for
+    except FileNotFoundError:
+        return
+    for line in lines:
+        ino, size, mtime_ns = map(int, line.split())
+        inode = catalog.find(ino)
+        if inode is None or not inode.writing or not tier.path(ino).exists():
+            continue
+        found = tier.path(ino).stat()
+        if (found.st_size, found.st_mtime_ns) == (size, mtime_ns) and not inode.is_version(found):
+            catalog.contents.close_version(ino, size, mtime_ns, writing=True)
+    closed.unlink()
+
+
+def _adopt_tier(catalog: SqliteCatalog, tier: Tier, result: Adopted, *, takeover: bool) -> None:
     found = set(tier.scan())
     claimed = catalog.db.inodes("WHERE tier = ?", (tier.name,))
     known = {inode.ino for inode in claimed}
@@ -65,7 +101,8 @@ def _adopt_tier(catalog: SqliteCatalog, tier: Tier, result: Adopted) -> None:
         result.dropped += 1
     for inode in claimed:
         if inode.ino not in found:
-            _without_copy(catalog, inode, result)
+            just_made = takeover and not inode.version  # the daemon died before it made the file
+            _without_copy(catalog, inode, result, lost=not just_made)
             continue
         result.files += 1
         if not inode.writing:
@@ -95,12 +132,12 @@ def _cut(tier: Tier, inode: Inode) -> os.stat_result:
         os.close(fd)
 
 
-def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted) -> None:
+def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted, *, lost: bool) -> None:
     """The tier lost the file: what the store has of it serves, or it is named as lost."""
     catalog.contents.set_tier(inode.ino, None)
     if inode.writing:
         catalog.contents.end_writing(inode.ino)
-    if inode.version and not inode.dirty:
+    if not lost or (inode.version and not inode.dirty) or inode.nlink == 0:
         return
     path = catalog.path(inode.ino) or f"inode {inode.ino}"
     result.lost.append(path)

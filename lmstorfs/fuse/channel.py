@@ -4,6 +4,8 @@ libfuse takes a mount point of the form `/dev/fd/N` as a device that is already 
 one end of a SEQPACKET socket pair, which keeps message boundaries as the device does; the channel
 holds the device and the other end. It passes requests and replies on untouched, but for
 
+- the header's process id, in whose place a handler is told the request's number: by that a later
+  daemon knows what an earlier one has done already,
 - INIT, which it answers itself (libfuse knows neither passthrough nor a protocol without splice),
 - OPEN and CREATE replies, into which it writes the backing id of the tier's file,
 - READ and WRITE of files that are not in passthrough, and FALLOCATE, LSEEK, COPY_FILE_RANGE and
@@ -27,6 +29,7 @@ import trio
 
 from lmstorfs.errors import errno_of
 from lmstorfs.fuse import protocol as fuse
+from lmstorfs.fuse.openlog import OpenLog
 
 log = structlog.get_logger()
 
@@ -36,6 +39,7 @@ _MAX_WRITE_BYTES = 1 << 20
 # passes through the socket, only names and xattrs do, which are smaller than this.
 _REQUEST_SLACK_BYTES = 128 << 10
 _REQUESTS_A_TURN = 64  # then other tasks get their turn
+_UNNOTED = 64  # more backing ids are never made between two notes
 
 
 class Opened(Protocol):
@@ -69,11 +73,14 @@ class Opened(Protocol):
 class Channel:
     """One FUSE connection."""
 
-    def __init__(self, device_fd: int, opened: Opened, *, passthrough: bool) -> None:
+    def __init__(
+        self, device_fd: int, opened: Opened, openlog: OpenLog, *, passthrough: bool
+    ) -> None:
         """Take the mounted device. `passthrough` says whether to ask the kernel for it."""
         os.set_blocking(device_fd, False)
         self._device = device_fd
         self._opened = opened
+        self._openlog = openlog
         self._want_passthrough = passthrough
         self.passthrough = False
         self._socket, self._far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,6 +92,9 @@ class Channel:
         self._request = bytearray(_MAX_WRITE_BYTES + _REQUEST_SLACK_BYTES)
         self._reply = bytearray(_MAX_WRITE_BYTES + _REQUEST_SLACK_BYTES)
         self._opening: dict[int, int] = {}  # unique of an OPEN or CREATE → its opcode
+        self._releasing: dict[int, int] = {}  # unique of a RELEASE → its handle
+        self.resent: set[int] = set()
+        """Numbers of requests that an earlier daemon took and perhaps did; see `request_number`."""
         self._dropped: set[int] = set()  # uniques whose replies the kernel must not see
         self.initialised = trio.Event()
 
@@ -140,8 +150,12 @@ class Channel:
         if opcode in _DATA:
             self._answer_data(opcode, unique, nodeid, request[fuse.IN_HEADER_BYTES :], nursery)
             return
+        if unique & fuse.FUSE_UNIQUE_RESEND and self._was_done(opcode, unique):
+            return
         if opcode in (fuse.FUSE_OPEN, fuse.FUSE_CREATE):
             self._opening[unique] = opcode
+        elif opcode == fuse.FUSE_RELEASE:
+            (self._releasing[unique],) = fuse.HANDLE.unpack_from(request, fuse.IN_HEADER_BYTES)
         elif opcode == fuse.FUSE_IOCTL:  # Python's open() asks isatty() at every open
             self._write(fuse.reply(unique, error=errno.ENOTTY))
             return
@@ -150,7 +164,24 @@ class Channel:
             return
         elif opcode == fuse.FUSE_INIT:
             request = memoryview(self._answer_init(unique, bytes(request)))
+        if opcode != fuse.FUSE_INIT:
+            fuse.PID.pack_into(request, fuse.PID_OFFSET, fuse.request_number(unique))
         await self._send(request)
+
+    def _was_done(self, opcode: int, unique: int) -> bool:
+        """A request comes again; whether the daemon before this one was through with it."""
+        survivors = self._openlog.survivors
+        first = unique & ~fuse.FUSE_UNIQUE_RESEND
+        self.resent.add(fuse.request_number(unique))
+        if opcode == fuse.FUSE_RELEASE and first in survivors.released:
+            self._write(fuse.reply(unique))
+            return True
+        if opcode in (fuse.FUSE_OPEN, fuse.FUSE_CREATE):
+            handle = survivors.handle_of(first)  # the kernel never heard of that open
+            if handle is not None:
+                self._opened.forget_handle(handle)
+                self._openlog.released(first, handle)
+        return False
 
     async def _send(self, request: memoryview) -> None:
         while True:
@@ -174,10 +205,24 @@ class Channel:
         unique = (1 << 62) + 1  # the kernel counts up from zero in steps of two
         self._dropped.add(unique)
         self.passthrough = self._want_passthrough
+        self._close_forgotten()
         await self._send(memoryview(fuse.made_up_init(unique)))
         resend = fuse.OUT_HEADER.pack(fuse.OUT_HEADER_BYTES, fuse.FUSE_NOTIFY_RESEND, 0)
         self._write(resend)
         self.initialised.set()
+
+    def _close_forgotten(self) -> None:
+        """Close backing ids that no open uses: a daemon died before it could close, or note, them.
+
+        The kernel counts ids up, so those that were never noted follow the highest known one.
+        """
+        survivors = self._openlog.survivors
+        used = {opened.backing_id for opened in survivors.opens}
+        beyond = range(
+            survivors.highest_backing_id + 1, survivors.highest_backing_id + 1 + _UNNOTED
+        )
+        for backing_id in {*survivors.closing, *beyond} - used:
+            self.backing_close(backing_id)
 
     # --- bytes -------------------------------------------------------------------------------
 
@@ -238,21 +283,27 @@ class Channel:
         elif unique in self._opening:
             opcode = self._opening.pop(unique)
             if error == 0:
-                self._write_opened(opcode, reply)
+                self._write_opened(opcode, unique, reply)
             else:
                 self._write(reply)
         else:
+            if unique in self._releasing:
+                first = unique & ~fuse.FUSE_UNIQUE_RESEND
+                self._openlog.released(first, self._releasing.pop(unique))
             self._write(reply)
 
-    def _write_opened(self, opcode: int, reply: memoryview) -> None:
+    def _write_opened(self, opcode: int, unique: int, reply: memoryview) -> None:
         at = fuse.OUT_HEADER_BYTES + (fuse.ENTRY_OUT_BYTES if opcode == fuse.FUSE_CREATE else 0)
         handle, flags, _ = fuse.OPEN_OUT.unpack_from(reply, at)
         backing = self._backing(handle)
         if backing is not None:
             flags = flags & ~(fuse.FOPEN_DIRECT_IO | fuse.FOPEN_KEEP_CACHE) | fuse.FOPEN_PASSTHROUGH
         fuse.OPEN_OUT.pack_into(reply, at, handle, flags, backing or 0)
+        first = unique & ~fuse.FUSE_UNIQUE_RESEND
+        self._openlog.opened(first, handle, backing or 0)
         if not self._write(reply):
             self._opened.forget_handle(handle)
+            self._openlog.released(first, handle)
 
     def _backing(self, handle: int) -> int | None:
         """Return the backing id for a handle, registering the tier's file where it has none."""
@@ -278,6 +329,11 @@ class Channel:
         request = bytearray(struct.pack("<i", backing_id))
         with contextlib.suppress(OSError):  # ENOENT or ENOTCONN: the connection is gone with it
             fcntl.ioctl(self._device, fuse.FUSE_DEV_IOC_BACKING_CLOSE, request)
+
+    def forget_backing(self, ino: int, backing_id: int) -> None:
+        """Close the backing id of an inode that nobody has open any more."""
+        self._openlog.closing(ino, backing_id)
+        self.backing_close(backing_id)
 
     def _write(self, message: bytes | memoryview) -> bool:
         return self._quietly(lambda: os.write(self._device, message))

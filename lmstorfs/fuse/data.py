@@ -14,8 +14,9 @@ import trio
 from lmstorfs.catalog import NamespaceError
 from lmstorfs.errors import NoRoomError
 from lmstorfs.fuse import protocol as fuse
+from lmstorfs.fuse.handle import handle_ino
 from lmstorfs.fuse.handles import OpenFiles
-from lmstorfs.fuse.openfile import OpenFile, handle_ino
+from lmstorfs.fuse.openfile import OpenFile
 from lmstorfs.tiers import files
 from lmstorfs.units import MIB
 

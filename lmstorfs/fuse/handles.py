@@ -16,7 +16,9 @@ from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
 from lmstorfs.checkpoint import Digester, Flusher, Versions
 from lmstorfs.dataset import Fetcher
 from lmstorfs.errors import LmstorfsError
-from lmstorfs.fuse.openfile import OpenFile, handle_ino, handle_writable, make_handle
+from lmstorfs.fuse.handle import handle_ino, handle_writable, make_handle
+from lmstorfs.fuse.openfile import OpenFile
+from lmstorfs.fuse.openlog import Survivors
 from lmstorfs.tiers import Placement, Tier, files
 from lmstorfs.tiers.placement import RESERVE_AHEAD_BYTES
 from lmstorfs.units import MIB
@@ -54,7 +56,7 @@ class OpenFiles:
         self.fetcher = fetcher
         self.passthrough = False
         """Whether the kernel gives passthrough; set once INIT was answered."""
-        self.close_backing: Callable[[int], None] = lambda backing_id: None
+        self.close_backing: Callable[[int, int], None] = lambda ino, backing_id: None
         self._files: dict[int, OpenFile] = {}
         self._locks: dict[int, trio.Lock] = {}
         self._growing = trio.Event()
@@ -183,6 +185,33 @@ class OpenFiles:
             opened.passthrough = False  # it must wait for room, and only we can make it wait
         self._growing.set()
 
+    # --- takeover ----------------------------------------------------------------------------
+
+    def take_over(self, survivors: Survivors) -> None:
+        """Know again what the kernel has open since an earlier daemon's time."""
+        for ino, opens in survivors.by_inode().items():
+            inode = self.catalog.find(ino)
+            if inode is None:  # its last release is under way
+                continue
+            backing_id = max(opened.backing_id for opened in opens)
+            self._files[ino] = self._known_again(inode, backing_id)
+            for opened in opens:
+                self._files[ino].add(opened.handle)
+            self._files[ino].written = self._files[ino].writers > 0  # nobody saw what was written
+        self._growing.set()
+
+    def _known_again(self, inode: Inode, backing_id: int) -> OpenFile:
+        name = os.fsencode((self.catalog.path(inode.ino) or "").rpartition("/")[2])
+        tier = self.placement.tier(inode.tier)
+        try:
+            fd = None if tier is None else tier.open(inode.ino)
+        except FileNotFoundError:
+            log.error("an open file's copy is gone", ino=inode.ino, tier=inode.tier)
+            fd = tier = None
+        opened = OpenFile(inode.ino, name, fd, tier, passthrough=backing_id != 0)
+        opened.backing_id = backing_id or None
+        return opened
+
     # --- growth ------------------------------------------------------------------------------
 
     async def watch_growth(self) -> None:
@@ -295,7 +324,7 @@ class OpenFiles:
 
     def _close(self, opened: OpenFile) -> None:
         if opened.backing_id is not None:
-            self.close_backing(opened.backing_id)
+            self.close_backing(opened.ino, opened.backing_id)
         if opened.fd is not None:
             os.close(opened.fd)
         inode = self.catalog.find(opened.ino)

@@ -5,57 +5,26 @@ directory that is not known yet, and an fsync, wait for anything.
 """
 
 import errno
-import functools
 import os
 import stat
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from collections.abc import Container, Sequence
 
 import pyfuse3
-import structlog
 
 from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
-from lmstorfs.errors import LmstorfsError, errno_of
 from lmstorfs.fuse.attributes import changed_mode, entry_of, mode_after_chown
+from lmstorfs.fuse.handle import handle_ino
+from lmstorfs.fuse.handlers import handler
 from lmstorfs.fuse.handles import OpenFiles
-from lmstorfs.fuse.openfile import handle_ino
 from lmstorfs.fuse.refresh import Refresher
 from lmstorfs.fuse.space import SpaceReport
+from lmstorfs.fuse.xattrs import XattrOperations
 
-log = structlog.get_logger()
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
-_XATTR_VALUE_MAX_BYTES = 64 << 10  # XATTR_SIZE_MAX of linux/limits.h
-_XATTR_NAMESPACES = (b"user.", b"trusted.")
 _READDIR_BATCH = 512
 
 
-def handler(
-    method: Callable[Concatenate["Operations", _P], Awaitable[_R]],
-) -> Callable[Concatenate["Operations", _P], Coroutine[Any, Any, _R]]:
-    """Turn whatever a handler raises into the errno that its caller sees."""
-
-    @functools.wraps(method)
-    async def wrapper(self: "Operations", *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        try:
-            return await method(self, *args, **kwargs)
-        except pyfuse3.FUSEError:
-            raise
-        except (LmstorfsError, OSError) as error:
-            code = errno_of(error)
-            if code == errno.EIO:
-                log.error("operation failed", op=method.__name__, error=str(error))
-            raise pyfuse3.FUSEError(code) from error
-        except Exception as error:
-            log.exception("operation failed", op=method.__name__)
-            raise pyfuse3.FUSEError(errno.EIO) from error
-
-    return wrapper  # type: ignore[return-value]  # mypy sees a class of functools here
-
-
-class Operations(pyfuse3.Operations):
+class Operations(XattrOperations):
     """One mount."""
 
     supports_dot_lookup = False
@@ -68,16 +37,18 @@ class Operations(pyfuse3.Operations):
         refresher: Refresher,
         space: SpaceReport,
         *,
+        resent: Container[int],
         attr_timeout_s: float,
         read_only: bool,
     ) -> None:
-        super().__init__()
-        self._catalog = catalog
+        super().__init__(catalog, resent, read_only=read_only)
         self._files = opened
         self._refresher = refresher
         self._space = space
         self._attr_timeout_s = attr_timeout_s
-        self._read_only = read_only
+
+    def _changed(self) -> None:
+        self._files.flusher.wake()
 
     # --- looking -----------------------------------------------------------------------------
 
@@ -161,14 +132,16 @@ class Operations(pyfuse3.Operations):
         self._check_writable()
         if not stat.S_ISLNK(mode):
             mode &= ~ctx.umask
-        return self._catalog.create(
-            parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target,
-            writing=writing, tier=tier,
-        )  # fmt: skip
-
-    def _check_writable(self) -> None:
-        if self._read_only:
-            raise NamespaceError(errno.EROFS)
+        done = self._done(ctx)
+        if done is not None:
+            return self._catalog.get(done)
+        with self._catalog.db.once(ctx.pid) as note:
+            inode = self._catalog.create(
+                parent, name, mode=mode, uid=ctx.uid, gid=ctx.gid, rdev=rdev, target=target,
+                writing=writing, tier=tier,
+            )  # fmt: skip
+            note(inode.ino)
+        return inode
 
     @handler
     async def mkdir(
@@ -215,17 +188,24 @@ class Operations(pyfuse3.Operations):
     async def unlink(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove a name; who has the file open keeps it."""
         self._check_writable()
+        if self._done(ctx) is not None:
+            return
         await self._find(parent_inode, name)
-        self._gone(self._catalog.unlink(parent_inode, name))
+        with self._catalog.db.once(ctx.pid):
+            gone = self._catalog.unlink(parent_inode, name)
+        self._gone(gone)
 
     @handler
     async def rmdir(self, parent_inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         """Remove an empty directory."""
         self._check_writable()
+        if self._done(ctx) is not None:
+            return
         inode = await self._find(parent_inode, name)
         if inode.is_dir:
             await self._refresher.look(inode)
-        self._catalog.rmdir(parent_inode, name)
+        with self._catalog.db.once(ctx.pid):
+            self._catalog.rmdir(parent_inode, name)
 
     @handler
     async def rename(
@@ -234,11 +214,14 @@ class Operations(pyfuse3.Operations):
     ) -> None:  # fmt: skip
         """Rename, replacing what is there."""
         self._check_writable()
+        if self._done(ctx) is not None:
+            return
         await self._find(parent_inode_old, name_old)
         await self._refresher.look(self._catalog.get(parent_inode_new))
-        replaced = self._catalog.rename(
-            parent_inode_old, name_old, parent_inode_new, name_new, flags
-        )
+        with self._catalog.db.once(ctx.pid):
+            replaced = self._catalog.rename(
+                parent_inode_old, name_old, parent_inode_new, name_new, flags
+            )
         if replaced is not None:
             self._gone(replaced)
         opened = None
@@ -264,10 +247,14 @@ class Operations(pyfuse3.Operations):
     ) -> tuple[pyfuse3.FileInfo, pyfuse3.EntryAttributes]:
         """Make a file and open it."""
         tier, wanted = self._files.home(name)
+        again = self._done(ctx) is not None
         inode = self._make(
             parent_inode, name, stat.S_IFREG | stat.S_IMODE(mode), ctx, writing=True, tier=tier.name
         )
-        handle = self._files.create(inode, name, flags, wanted)
+        if again:  # whatever else was done for it is lost with the daemon that did it
+            handle = await self._files.open(inode.ino, flags)
+        else:
+            handle = self._files.create(inode, name, flags, wanted)
         return pyfuse3.FileInfo(fh=pyfuse3.FileHandleT(handle), keep_cache=False), self._entry(
             inode
         )
@@ -352,44 +339,3 @@ class Operations(pyfuse3.Operations):
             self._files.flush(handle)
         finally:
             self._files.release(handle)
-
-    # --- extended attributes -----------------------------------------------------------------
-
-    @handler
-    async def setxattr(
-        self, inode: int, name: bytes, value: bytes, ctx: pyfuse3.RequestContext
-    ) -> None:
-        """Set one extended attribute (`user.*`, and `trusted.*` for root)."""
-        self._check_writable()
-        self._check_xattr(name, ctx)
-        if len(value) > _XATTR_VALUE_MAX_BYTES:
-            raise NamespaceError(errno.E2BIG)
-        self._catalog.set_xattr(inode, name, value)
-        self._files.flusher.wake()
-
-    @handler
-    async def getxattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> bytes:
-        """Tell one extended attribute."""
-        value = self._catalog.xattrs(inode).get(name)
-        if value is None:
-            raise pyfuse3.FUSEError(pyfuse3.ENOATTR)
-        return value
-
-    @handler
-    async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
-        """Tell the names of the extended attributes."""
-        return list(self._catalog.xattrs(inode))
-
-    @handler
-    async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        """Remove one extended attribute."""
-        self._check_writable()
-        self._check_xattr(name, ctx)
-        self._catalog.set_xattr(inode, name, None)
-        self._files.flusher.wake()
-
-    def _check_xattr(self, name: bytes, ctx: pyfuse3.RequestContext) -> None:
-        if not name.startswith(_XATTR_NAMESPACES):
-            raise NamespaceError(errno.EOPNOTSUPP)
-        if name.startswith(b"trusted.") and ctx.uid != 0:
-            raise NamespaceError(errno.EPERM)

@@ -12,14 +12,21 @@ OUT_HEADER = struct.Struct("<IiQ")  # fuse_out_header
 IN_HEADER_BYTES = IN_HEADER.size
 OUT_HEADER_BYTES = OUT_HEADER.size
 OPCODE_UNIQUE_NODE = struct.Struct("<4xIQQ")  # what is needed of every request
+PID = struct.Struct("<I")  # fuse_in_header.pid
+PID_OFFSET = 32
 
 FUSE_LOOKUP = 1
+FUSE_FORGET = 2
 FUSE_OPEN = 14
 FUSE_READ = 15
 FUSE_WRITE = 16
+FUSE_RELEASE = 18
+FUSE_FLUSH = 25
 FUSE_INIT = 26
 FUSE_CREATE = 35
+FUSE_INTERRUPT = 36
 FUSE_IOCTL = 39
+FUSE_BATCH_FORGET = 42
 FUSE_FALLOCATE = 43
 FUSE_LSEEK = 46
 FUSE_COPY_FILE_RANGE = 47
@@ -64,6 +71,7 @@ FOPEN_DIRECT_IO = 1 << 0
 FOPEN_KEEP_CACHE = 1 << 1
 FOPEN_PASSTHROUGH = 1 << 7
 
+HANDLE = struct.Struct("<Q")  # how fuse_release_in and fuse_flush_in begin
 OPEN_OUT = struct.Struct("<QIi")  # fh, open_flags, backing_id
 ENTRY_OUT_BYTES = 128
 READ_IN = struct.Struct("<QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
@@ -126,6 +134,14 @@ class Init:
             2 if passthrough else 0,  # max_stack_depth: the tier's filesystem below this one
             *(0,) * 6,
         )
+
+
+def request_number(unique: int) -> int:
+    """Return the number by which a request is known, the same when it is asked again.
+
+    31 bits, since it travels in the place of a process id; the kernel counts uniques up by two.
+    """
+    return unique >> 1 & 0x7FFFFFFF
 
 
 def init_for_libfuse(request: bytes) -> bytes:

@@ -4,14 +4,17 @@ import errno
 import os
 import socket
 import struct
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import trio
 
 from lmstorfs.fuse import protocol as fuse
 from lmstorfs.fuse.channel import Channel
+from lmstorfs.fuse.openlog import OpenLog
 
 ANSWER_S = 10.0
 
@@ -84,7 +87,9 @@ async def received(sock: socket.socket) -> bytes:
 async def running(*, adopted: bool = False) -> AsyncIterator[Ends]:
     kernel, device = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     opened = Opened()
-    channel = Channel(device.fileno(), opened, passthrough=False)
+    folder = tempfile.TemporaryDirectory()
+    openlog = OpenLog(Path(folder.name) / "opens", adopted=False)
+    channel = Channel(device.fileno(), opened, openlog, passthrough=False)
     far = int(channel.mountpoint.rpartition("/")[2])
     libfuse = socket.socket(fileno=os.dup(far))
     async with trio.open_nursery() as nursery:
@@ -96,6 +101,8 @@ async def running(*, adopted: bool = False) -> AsyncIterator[Ends]:
         yield Ends(kernel, libfuse, opened)
         nursery.cancel_scope.cancel()
     channel.close()
+    openlog.close()
+    folder.cleanup()
     os.close(far)
     for sock in (kernel, device, libfuse):
         sock.close()
