@@ -9,19 +9,18 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from lmstorfs import __version__, console
+from lmstorfs.cli_copies import STATUS_TIMEOUT_S, JsonOption, MountArgument, choose, copies
 from lmstorfs.control_client import ControlClient, DaemonDownError, DaemonGoneError
 from lmstorfs.errors import LmstorfsError, SetupError
-from lmstorfs.mounts import Mount, is_mounted, locate, lock_held, only_mount
+from lmstorfs.mounts import Mount, is_mounted, locate, lock_held
 from lmstorfs.units import format_size
 
-STATUS_TIMEOUT_S = 30.0
 WATCH_INTERVAL_S = 1.0
 INTERRUPTED = 130
 
@@ -35,14 +34,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-MountArgument = Annotated[
-    str | None,
-    typer.Argument(
-        metavar="[MOUNTPOINT]", help="A mount point or a path below it; may be left out."
-    ),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON for programs, with stable keys.")]
+app.add_typer(copies)
 
 
 def _print_version(wanted: bool) -> None:
@@ -65,7 +57,8 @@ def _options(
     epilog="Examples:\n\n"
     "  lmstorfs mount /ckpt --store s3://bucket/run-7 --ram 64G\n\n"
     "  lmstorfs mount /ckpt --store /nfs/checkpoints --ssd /nvme:500G\n\n"
-    "  lmstorfs mount /ckpt --store s3://b/p -o endpoint=http://10.0.0.5:9000,workers=4"
+    "  lmstorfs mount /ckpt --store s3://b/p -o endpoint=http://10.0.0.5:9000,workers=4\n\n"
+    "  lmstorfs mount /ckpt --store s3://b/p --mirror node2:7070 --secret-file /etc/lmstorfs.key"
 )
 def mount(
     mountpoint: Annotated[str, typer.Argument(metavar="MOUNTPOINT", help="An empty directory.")],
@@ -91,6 +84,32 @@ def mount(
             help="What fsync waits for: a second copy (default), the store, or nothing.",
         ),
     ] = None,
+    mirror: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="The peer that keeps replicas of what is written."),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(metavar="HOST:PORT", help="Keep replicas for other nodes, in half of --ram."),
+    ] = None,
+    secret_file: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="Holds the secret that mirror and peer share (mode 0600)."
+        ),
+    ] = None,
+    recover_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="Take the place of a node that died, from its mirror."
+        ),
+    ] = None,
+    no_guard: Annotated[
+        bool,
+        typer.Option(
+            "--no-guard", help="Let a checkpoint go when it is deleted, though no other is safe."
+        ),
+    ] = False,
     read_only: Annotated[bool, typer.Option("--read-only", help="Refuse all writes.")] = False,
     foreground: Annotated[
         bool, typer.Option("--foreground", help="Stay until unmounted; log to stderr.")
@@ -105,7 +124,8 @@ def mount(
             "-o",
             metavar="K=V,…",
             help="endpoint, part_size, connections, workers, data_path, attr_timeout, "
-            "flush_delay, fsync_timeout, read_timeout, allow_other, no_allow_other, log_level.",
+            "flush_delay, fsync_timeout, read_timeout, allow_other, no_allow_other, log_level, "
+            "keep_replicas, replica_ram, recover_origin, restart_limit.",
         ),
     ] = None,
 ) -> None:
@@ -118,6 +138,8 @@ def mount(
 
     options: dict[str, Any] = {"store": store, "ram": ram, "ssd": ssd, "fsync": fsync}
     options |= {"state": state, "read_only": "true" if read_only else None}
+    options |= {"mirror": mirror, "listen": listen, "secret_file": secret_file}
+    options |= {"recover_from": recover_from, "guard": "false" if no_guard else None}
     given = settings.from_command_line(options, o or [])
     config = settings.load(validation.resolve_mountpoint(mountpoint), given)
     signal.signal(signal.SIGTERM, _terminated)
@@ -146,7 +168,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="Show it live, until Ctrl-C.")] = False,
 ) -> None:
     """Is my newest checkpoint safe? And: tiers, what is pending, what is wrong."""
-    found = _choose(mountpoint)
+    found = choose(mountpoint)
     client = ControlClient(found.state)
     if json:
         try:
@@ -173,60 +195,6 @@ def _watch(client: ControlClient) -> None:
             view = console.status_view(answer, unicode=console.speaks_unicode(out))
             live.update(view, refresh=True)
             time.sleep(WATCH_INTERVAL_S)
-
-
-@app.command(epilog="Examples:\n\n  lmstorfs checkpoints\n\n  lmstorfs checkpoints /ckpt --json")
-def checkpoints(mountpoint: MountArgument = None, json: JsonOption = False) -> None:
-    """Which checkpoints are safe, and where each has copies; newest first."""
-    answer = ControlClient(_choose(mountpoint).state).call("checkpoints", timeout=STATUS_TIMEOUT_S)
-    if json:
-        console.show_json(answer)
-    else:
-        console.output().print(console.checkpoint_table(answer["checkpoints"]))
-
-
-@app.command(epilog="Example:\n\n  python train.py --resume $(lmstorfs latest /ckpt)")
-def latest(
-    path: Annotated[
-        str, typer.Argument(metavar="PATH", help="The mount point, or a directory in the mount.")
-    ],
-) -> None:
-    """Print the path of the newest complete checkpoint at or below PATH, for --resume."""
-    found, below = locate(path)
-    answer = ControlClient(found.state).call("checkpoints", timeout=STATUS_TIMEOUT_S)
-    for checkpoint in answer["checkpoints"]:
-        candidate = os.path.join(found.mountpoint, checkpoint["path"])  # noqa: PTH118 - bytes stay
-        within = f"{candidate}/".startswith(below.rstrip("/") + "/")
-        if within and checkpoint["complete"] and checkpoint["weights"]:
-            console.say_path(candidate)
-            return
-    raise SetupError(f"no complete checkpoint was written to {below}; see lmstorfs checkpoints")
-
-
-@app.command(epilog="Examples:\n\n  lmstorfs sync\n\n  lmstorfs sync /ckpt/run-7/step-3000")
-def sync(
-    paths: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[PATH…]", help="Files or directories. Default: all of the mount."),
-    ] = None,
-) -> None:
-    """Return when the store has all of it; without a PATH: all of the only mount."""
-    for found, below in _by_mount(paths or []):
-        with console.transfer_progress("storing") as update:
-            done = ControlClient(found.state).call("sync", on_progress=update, paths=below)
-        waited = f"{console.files(done['files'])}, {format_size(done['bytes'])}"
-        console.say(f"stored: the store has all of {', '.join(below)} (waited for {waited})")
-
-
-def _by_mount(paths: Sequence[str]) -> list[tuple[Mount, list[str]]]:
-    if not paths:
-        only = only_mount()
-        return [(only, [only.mountpoint])]
-    grouped: dict[str, tuple[Mount, list[str]]] = {}
-    for path in paths:
-        found, absolute = locate(path)
-        grouped.setdefault(found.mountpoint, (found, []))[1].append(absolute)
-    return list(grouped.values())
 
 
 @app.command(epilog="Examples:\n\n  lmstorfs unmount /ckpt\n\n  lmstorfs unmount /ckpt --no-drain")
@@ -288,6 +256,29 @@ def _clear_dead(found: Mount, error: DaemonGoneError) -> None:
 
 
 @app.command(
+    epilog="Examples:\n\n"
+    "  lmstorfs mirror --listen 10.0.0.2:7070 --ram 256G --secret-file /etc/lmstorfs.key"
+)
+def mirror(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Where other nodes connect.")],
+    ram: Annotated[str, typer.Option(metavar="SIZE", help="What replicas may take.")],
+    secret_file: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Holds the secret that the nodes share (mode 0600)."),
+    ] = None,
+    state: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="State directory. Default: /var/lib/lmstorfs/~mirror."),
+    ] = None,
+) -> None:
+    """Keep replicas for other nodes, without a mount; stays until it is stopped."""
+    from lmstorfs import mirror_node
+
+    config = mirror_node.configure(listen, ram, secret_file, state)
+    mirror_node.run(config, lambda address: console.say(f"keeping replicas at {address}"))
+
+
+@app.command(
     epilog="Examples:\n\n  lmstorfs doctor\n\n  lmstorfs doctor --store s3://bucket/prefix"
 )
 def doctor(
@@ -309,10 +300,6 @@ def doctor(
         console.output().print(console.findings(found))
     if not checks.can_mount(found):
         raise typer.Exit(1)
-
-
-def _choose(mountpoint: str | None) -> Mount:
-    return locate(mountpoint)[0] if mountpoint else only_mount()
 
 
 def main() -> None:

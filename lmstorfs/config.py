@@ -47,6 +47,22 @@ class MountConfig(msgspec.Struct, frozen=True, kw_only=True):
     workers: int = 2
     """Processes that upload and download."""
     log_level: str = "info"
+    mirror: str | None = None
+    """HOST:PORT of the peer that keeps replicas of what is written here."""
+    listen: str | None = None
+    """HOST:PORT where replicas are taken for other nodes."""
+    secret_file: str | None = None
+    """A file that holds what proves that two nodes belong together."""
+    keep_replicas: int = 2
+    """Newest checkpoints whose replicas the mirror keeps after they are stored."""
+    replica_bytes: int = 0
+    """Share of the RAM tier for other nodes' replicas."""
+    recover_from: str | None = None
+    """HOST:PORT of the mirror of a node that died, whose place this mount takes."""
+    recover_origin: str = ""
+    """Which node that was, where the mirror knows several; 32 hex digits."""
+    guard: bool = True
+    """Whether the bytes of the newest restorable checkpoint outlive its deletion."""
     restart_limit: int = 5
     """A daemon that dies this often within a minute is not started again."""
 
@@ -66,6 +82,7 @@ PARTS = {
     "store": "store",
     "down": "down",
     "closed": "closed",
+    "replicas": "replicas",
 }
 MIN_RAM_BYTES = 16 * MIB  # less holds no checkpoint at all, only trouble
 

@@ -83,6 +83,7 @@ class ControlClient:
         `timeout` bounds, in seconds, how long the daemon may say nothing at all. A daemon that
         dies meanwhile is replaced by its keeper, and the new one is asked the same.
         """
+        began, asked_again = time.monotonic(), not self._restart_grace
         while True:
             with self._connect(timeout) as connection:
                 try:
@@ -93,10 +94,12 @@ class ControlClient:
                         f"the daemon of {self._name} does not answer; {self._log}"
                     ) from error
                 except (ConnectionError, EOFError) as error:
-                    if not self._restart_grace or not lock_held(self._state):
+                    at_once = time.monotonic() - began < self._restart_grace
+                    if not lock_held(self._state) or (asked_again and at_once):
                         raise DaemonGoneError(
                             f"the daemon of {self._name} went away before it answered; {self._log}"
                         ) from error
+            began, asked_again = time.monotonic(), True
             time.sleep(RETRY_PAUSE_S)
 
     @property

@@ -20,13 +20,23 @@ import structlog
 import trio
 
 from lmstorfs import __version__, mounts
-from lmstorfs.catalog import Merger, SqliteCatalog
+from lmstorfs.catalog import Merger
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
+from lmstorfs.checkpoint.ladder import Ladder
+from lmstorfs.checkpoint.mirror.client import Growing, Mirror
 from lmstorfs.checkpoint.recovery import adopt, note_closed
-from lmstorfs.config import PARTS, MountConfig, mount_name, read_config
+from lmstorfs.config import PARTS, MountConfig, read_config
 from lmstorfs.control import ControlServer, Progress
 from lmstorfs.dataset import Fetcher
 from lmstorfs.draining import Drainer, nobody
+from lmstorfs.equipment import (
+    identity,
+    open_catalog,
+    peer_address,
+    replica_source,
+    replicas_kept,
+    tiers_of,
+)
 from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.fuse.channel import Channel
 from lmstorfs.fuse.data import DataPath
@@ -41,7 +51,8 @@ from lmstorfs.logs import configure
 from lmstorfs.report import Report
 from lmstorfs.store import open_store
 from lmstorfs.store.pool import WorkerPool
-from lmstorfs.tiers import Placement, Tier
+from lmstorfs.tiers import Placement
+from lmstorfs.waiting import Waiter
 
 log = structlog.get_logger()
 
@@ -62,10 +73,10 @@ class Daemon:
         """Take `restarts`: how many daemons have served this mount before and died."""
         self.config = config
         self.takeover = restarts > 0
-        self.catalog = SqliteCatalog(config.state / PARTS["catalog"])
+        self.catalog = open_catalog(config)
         self.store = open_store(config.store)
         self.pool = WorkerPool(config.store, config.workers)
-        self.placement = Placement(_tiers(config), self.catalog, self._is_open)
+        self.placement = Placement(tiers_of(config), self.catalog, self._is_open)
         self.flusher = Flusher(
             self.catalog, self.placement, self.store, self.pool, delay_s=config.flush_delay_s
         )
@@ -73,11 +84,13 @@ class Daemon:
         self.digester = Digester(
             self.catalog, self.placement, self.flusher, delay_s=config.flush_delay_s
         )
+        self.mirror = self._mirror()
         self.versions = Versions(
             self.catalog,
             self.placement,
             self.flusher,
             self.digester,
+            mirror=self.mirror,
             fsync=config.fsync,
             fsync_timeout_s=config.fsync_timeout_s,
         )
@@ -88,9 +101,23 @@ class Daemon:
             self.pool,
             read_timeout_s=config.read_timeout_s,
         )
-        self.opened = OpenFiles(
-            self.catalog, self.placement, self.versions, self.flusher, self.digester, self.fetcher
+        self.ladder = Ladder(
+            self.catalog,
+            self.placement,
+            self.fetcher,
+            replica_source(config, self.catalog),
+            read_timeout_s=config.read_timeout_s,
         )
+        self.opened = OpenFiles(
+            self.catalog,
+            self.placement,
+            self.versions,
+            self.flusher,
+            self.digester,
+            self.fetcher,
+            self.ladder,
+        )
+        self.replicas = replicas_kept(config)
         self.refresher = Refresher(
             self.catalog,
             Merger(
@@ -116,10 +143,36 @@ class Daemon:
             self.flusher,
             self.fetcher,
             self.opened,
+            self.ladder,
+            self.mirror,
+            self.replicas,
         )
         self.report.restarts = restarts
         self._drain_at_end = True
         self._signals = 0
+
+    def _mirror(self) -> Mirror | None:
+        if self.config.mirror is None:
+            return None
+        mirror = Mirror(
+            self.catalog,
+            self.placement,
+            peer_address(self.config, self.config.mirror),
+            identity(self.config, self.catalog),
+            growing=self._growing,
+            announce=self.flusher.announce,
+        )
+        self.digester.on_digest = mirror.closed
+        self.catalog.db.on_change = mirror.wake
+        return mirror
+
+    def _growing(self) -> list[Growing]:
+        """Return what is open for writing, for the mirror to send while it grows."""
+        return [
+            Growing(file.ino, os.fstat(file.fd).st_size, file.anew)
+            for file in self.opened.writers()
+            if file.fd is not None
+        ]
 
     def _is_open(self, ino: int) -> bool:
         return self.opened.is_open(ino)
@@ -134,6 +187,10 @@ class Daemon:
             for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
+            nursery.start_soon(self.ladder.run)
+            for peer in (self.mirror, self.replicas):
+                if peer is not None:
+                    nursery.start_soon(peer.run)
             await nursery.start(self._watch_signals)
             served = trio.Event()
             nursery.start_soon(self._serve_kernel, served)
@@ -151,7 +208,8 @@ class Daemon:
         mounts.unregister(self.config)
         self.catalog.close()
         self.store.close()
-        return EXIT_DIRTY_LEFT if left else EXIT_NOTHING_LEFT
+        kept = self.replicas is not None and self.replicas.held > 0
+        return EXIT_DIRTY_LEFT if left or kept else EXIT_NOTHING_LEFT
 
     def _adopt(self) -> None:
         """Take over what an earlier daemon left, and with the mount itself what is open on it."""
@@ -170,6 +228,7 @@ class Daemon:
             takeover=self.takeover,
         )
         self.opened.take_over(survivors)
+        self.ladder.want(self.report.adopted.missing)
 
     async def _serve_kernel(self, served: trio.Event) -> None:
         operations = Operations(
@@ -274,6 +333,7 @@ class Daemon:
             "checkpoints": self._checkpoints,
             "sync": self._sync,
             "unmount": self._unmount,
+            "wait": self._wait,
         }
 
     async def _status(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -286,6 +346,17 @@ class Daemon:
         await self._catch_up()
         paths = [_relative(path, self.config.mountpoint) for path in request.get("paths", [])]
         return dict(msgspec.to_builtins(await self.drainer.drain(paths, progress)))
+
+    async def _wait(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        path = _relative(request["path"], self.config.mountpoint)
+        waiter = Waiter(self.catalog, self.flusher, self.mirror)
+        with trio.move_on_after(request.get("give_up_s") or float("inf")):
+            return await waiter.wait(path, str(request["copies"]), progress)
+        raise SetupError(
+            f"{request['path']} has not enough copies after {request['give_up_s']:.0f} s; "
+            "lmstorfs status says why"
+        )
 
     async def _catch_up(self) -> None:
         """Let the requests that the kernel queued before this one come first (a RELEASE)."""
@@ -307,15 +378,6 @@ class Daemon:
         finally:
             self.report.state = "ready"
         return {"unmounted": True, "torn": self.report.torn()}
-
-
-def _tiers(config: MountConfig) -> list[Tier]:
-    tiers = [Tier("ram", config.state / PARTS["ram"], config.ram_bytes)]
-    for number, ssd in enumerate(config.ssd):
-        directory = Path(ssd.path) / f"lmstorfs-{mount_name(config.mountpoint)}"
-        directory.mkdir(mode=0o700, exist_ok=True)
-        tiers.append(Tier(f"ssd{number}", directory, ssd.budget_bytes))
-    return tiers
 
 
 def _relative(path: str, mountpoint: str) -> str:

@@ -14,6 +14,8 @@ import xxhash
 
 from lmstorfs.errors import LmstorfsError
 
+BLOCK_BYTES = 8 << 20
+BLOCK_DIGEST_BYTES = 16
 _BUFFER_BYTES = 1 << 20
 
 
@@ -49,6 +51,35 @@ def digest_fd(
                     state.update(read)
             done += got
     return state.hexdigest()
+
+
+def digest_blocks(
+    fd: int, size: int, cancelled: Callable[[], bool] = lambda: False
+) -> tuple[str, bytes]:
+    """Return the hex digest of the first `size` bytes and the digests of their blocks.
+
+    The latter are 16 bytes for each `BLOCK_BYTES`, one after the other; the last block may be
+    shorter. Raises as `digest_fd` does.
+    """
+    whole = xxhash.xxh3_128()
+    blocks = bytearray()
+    with memoryview(bytearray(min(_BUFFER_BYTES, max(size, 1)))) as buffer:
+        for start in range(0, size, BLOCK_BYTES):
+            block = xxhash.xxh3_128()
+            end = min(start + BLOCK_BYTES, size)
+            while start < end:
+                if cancelled():
+                    raise DigestCancelledError(f"given up after {start} of {size} bytes")
+                with buffer[: end - start] as window:
+                    got = os.preadv(fd, [window], start)
+                    if got == 0:
+                        raise EOFError(f"file has {start} bytes, not {size}")
+                    with window[:got] as read:
+                        whole.update(read)
+                        block.update(read)
+                start += got
+            blocks += block.digest()
+    return whole.hexdigest(), bytes(blocks)
 
 
 def digest_file(

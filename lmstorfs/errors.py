@@ -74,6 +74,22 @@ class CorruptCopyError(LmstorfsError):
     """A copy's digest is not its version's."""
 
 
+class PeerError(LmstorfsError):
+    """The mirror's peer cannot be reached, or the connection broke."""
+
+
+class PeerRefusedError(PeerError):
+    """The peer refused: another secret, or something that it does not do."""
+
+
+class PeerProtocolError(PeerError):
+    """The peer spoke rubbish."""
+
+
+class PeerTimeoutError(PeerError):
+    """The peer said nothing for too long."""
+
+
 def errno_of(error: BaseException) -> int:
     """Return the errno that stands for `error` on the mount."""
     if isinstance(error, LmstorfsError):

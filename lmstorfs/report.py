@@ -7,6 +7,9 @@ import msgspec
 
 from lmstorfs.catalog import SqliteCatalog
 from lmstorfs.checkpoint import Checkpoint, Flusher, checkpoints
+from lmstorfs.checkpoint.ladder import Ladder
+from lmstorfs.checkpoint.mirror.client import Mirror
+from lmstorfs.checkpoint.mirror.service import Replicas
 from lmstorfs.checkpoint.recovery import Adopted
 from lmstorfs.config import PARTS, MountConfig
 from lmstorfs.dataset import Fetcher
@@ -27,6 +30,9 @@ class Report:
         flusher: Flusher,
         fetcher: Fetcher,
         opened: OpenFiles,
+        ladder: Ladder,
+        mirror: Mirror | None,
+        replicas: Replicas | None,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -34,6 +40,9 @@ class Report:
         self._flusher = flusher
         self._fetcher = fetcher
         self._opened = opened
+        self._ladder = ladder
+        self._mirror = mirror
+        self._replicas = replicas
         self.adopted = Adopted()
         """What the daemon found when it started."""
         self.restarts = 0
@@ -48,6 +57,8 @@ class Report:
         """Return the answer to `status --json`."""
         reasons = self._reasons()
         state = self.state
+        if state == "ready" and self._ladder.missing:
+            state = "recovering"
         if state == "ready" and reasons:
             state = "degraded"
         return {
@@ -63,8 +74,8 @@ class Report:
             "fsync": self._config.fsync,
             "store": self._store(),
             "tiers": [self._tier(tier) for tier in self._placement.tiers],
-            "mirror": {"peer": None, "state": "off", "lag_bytes": 0, "lag_s": 0.0},
-            "replicas": {"origins": 0, "files": 0, "bytes": 0},
+            "mirror": self._mirror_status(),
+            "replicas": self._replicas_held(),
             "reads": {
                 key: value
                 for key, value in msgspec.to_builtins(self._fetcher.reads).items()
@@ -73,8 +84,10 @@ class Report:
             "recovery": {
                 "daemon_restarts": self.restarts,
                 "adopted_files": self.adopted.files,
-                "from_mirror_files": 0,
-                "from_store_files": 0,
+                "from_mirror_files": self._ladder.from_mirror_files,
+                "from_store_files": self._ladder.from_store_files,
+                "missing_files": self._ladder.missing,
+                "lost_files": len(self._ladder.lost),
                 "corrupt_copies": self._fetcher.reads.corrupt_copies,
             },
             "checkpoints": self.checkpoints(5),
@@ -84,12 +97,25 @@ class Report:
         found = []
         if self._flusher.health.degraded_reason:
             found.append(self._flusher.health.degraded_reason)
-        if self.adopted.lost:
-            found.append(_name_some("only copy lost with its tier", self.adopted.lost))
+        mirror = self._mirror.status() if self._mirror is not None else None
+        if mirror is not None and mirror.reason:
+            found.append(mirror.reason)
+        if self._ladder.lost:
+            found.append(_name_some("no copy left", list(self._ladder.lost.values())))
         torn = [path for path in self.adopted.torn if self._still_torn(path)]
         if torn:
             found.append(_name_some("was being written when the daemon died", torn))
         return found
+
+    def _mirror_status(self) -> dict[str, Any]:
+        if self._mirror is None:
+            return {"peer": None, "state": "off", "lag_bytes": 0, "lag_s": 0.0}
+        return dict(msgspec.to_builtins(self._mirror.status()))
+
+    def _replicas_held(self) -> dict[str, Any]:
+        if self._replicas is None:
+            return {"origins": 0, "files": 0, "bytes": 0}
+        return dict(msgspec.to_builtins(self._replicas.statistics()))
 
     def _still_torn(self, path: str) -> bool:
         inode = self._catalog.resolve(path)
@@ -129,6 +155,7 @@ class Report:
             self._catalog.path,
             self._is_written,
             limit,
+            self._mirror.holds if self._mirror is not None else lambda ino, version: False,
         )
         return [_as_dict(checkpoint) for checkpoint in found]
 

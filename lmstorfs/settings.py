@@ -9,6 +9,7 @@ the environment it is not, since Kubernetes puts variables there that are named 
 import difflib
 import math
 import os
+import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -118,6 +119,25 @@ def _endpoint(text: str) -> str:
     return text
 
 
+def _address(text: str) -> str:
+    from lmstorfs.checkpoint.mirror.transport import parse_address  # brings what a daemon needs
+
+    parse_address(text)
+    return text
+
+
+def _number(text: str) -> int:
+    if not text.isascii() or not text.isdigit():
+        raise UsageError(f"'{text}' is no number; write a whole number from 0")
+    return int(text)
+
+
+def _origin(text: str) -> str:
+    if not re.fullmatch(r"[0-9a-f]{32}", text):
+        raise UsageError(f"'{text}' is no origin; the mirror names it by 32 hex digits")
+    return text
+
+
 def _path(text: str) -> str:
     if not text:
         raise UsageError("the path is empty")
@@ -139,6 +159,14 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
     "read_timeout": _seconds,
     "workers": _count,
     "restart_limit": _count,
+    "mirror": _address,
+    "listen": _address,
+    "secret_file": _path,
+    "keep_replicas": _number,
+    "replica_ram": _size(MIN_RAM_BYTES, "replicas need {} at least"),
+    "recover_from": _address,
+    "recover_origin": _origin,
+    "guard": _truth,
     "allow_other": _truth,
     "log_level": _choice("debug", "info", "warning", "error"),
     "connections": _count,
@@ -147,6 +175,7 @@ PARSERS: dict[str, Callable[[Any], Any]] = {
 FLAGS = {
     "allow_other": ("allow_other", "true"),
     "no_allow_other": ("allow_other", "false"),
+    "no_guard": ("guard", "false"),
     "ro": ("read_only", "true"),
     "rw": ("read_only", "false"),
 }
@@ -283,19 +312,40 @@ def _compose(mountpoint: str, values: dict[str, Any]) -> MountConfig:
         "restart_limit": values.get("restart_limit"),
         "log_level": values.get("log_level"),
         "ssd": values.get("ssd"),
+        "mirror": values.get("mirror") or values.get("recover_from"),
+        "listen": values.get("listen"),
+        "secret_file": values.get("secret_file"),
+        "keep_replicas": values.get("keep_replicas"),
+        "recover_from": values.get("recover_from"),
+        "recover_origin": values.get("recover_origin"),
+        "guard": values.get("guard"),
         "attr_timeout_s": values.get("attr_timeout"),
         "flush_delay_s": values.get("flush_delay"),
         "fsync_timeout_s": values.get("fsync_timeout"),
         "read_timeout_s": values.get("read_timeout"),
     }
+    ram_bytes = values["ram"] if "ram" in values else default_ram_bytes()
+    if values.get("listen"):
+        rest["replica_bytes"] = _replica_bytes(values.get("replica_ram"), ram_bytes)
     return MountConfig(
         mountpoint=mountpoint,
         state_dir=state,
         store=StoreConfig(**_said(store)),
-        ram_bytes=values["ram"] if "ram" in values else default_ram_bytes(),
+        ram_bytes=ram_bytes,
         allow_other=values.get("allow_other", os.geteuid() == 0),
         **_said(rest),
     )
+
+
+def _replica_bytes(asked: int | None, ram_bytes: int) -> int:
+    """Return the share of the RAM tier for other nodes' replicas: half, where nobody says."""
+    share = ram_bytes // 2 if asked is None else asked
+    if ram_bytes - share < MIN_RAM_BYTES:
+        raise UsageError(
+            f"-o replica_ram: {format_size(share)} of {format_size(ram_bytes)} (--ram) leave too "
+            "little for this mount's own files"
+        )
+    return share
 
 
 def _said(values: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from lmstorfs import host
 from lmstorfs.config import PARTS, MountConfig
 from lmstorfs.control_client import ControlClient
-from lmstorfs.errors import SetupError, UsageError
+from lmstorfs.errors import SetupError, StoreUnreachableError, UsageError
 from lmstorfs.fuse.mounting import FUSE_TYPE
 from lmstorfs.mounts import (
     answers,
@@ -54,8 +54,9 @@ def validate(config: MountConfig, say: Say) -> None:
     _check_ram(config)
     _check_ssd(config)
     _check_overlaps(config)
+    _check_peers(config)
     _check_state(config, say)
-    _check_store(config)
+    _check_store(config, say)
     if dead:
         say(f"the daemon that served {config.mountpoint} is dead; its mount is taken away")
         while is_mounted(config.mountpoint):
@@ -136,6 +137,28 @@ def _check_ssd(config: MountConfig) -> None:
             raise SetupError(
                 f"--ssd: {format_size(tier.budget_bytes)} is more than the {format_size(total)} "
                 f"of the disk that holds {path}"
+            )
+
+
+# --- the mirror ------------------------------------------------------------------------------
+
+
+def _check_peers(config: MountConfig) -> None:
+    peers = {"mirror": config.mirror, "listen": config.listen, "recover-from": config.recover_from}
+    named = {option: address for option, address in peers.items() if address is not None}
+    if not named:
+        return
+    from lmstorfs.checkpoint.mirror.handshake import read_secret
+    from lmstorfs.checkpoint.mirror.transport import is_loopback, parse_address
+
+    if config.secret_file is not None:
+        read_secret(Path(config.secret_file))
+        return
+    for option, address in named.items():
+        if not is_loopback(parse_address(address)[0]):
+            raise SetupError(
+                f"--{option} {address} needs --secret-file FILE, the same on both nodes; make one: "
+                "(umask 077; head -c 32 /dev/urandom | base64 > FILE)"
             )
 
 
@@ -235,7 +258,7 @@ def _is_draining(state: Path) -> bool:
 # --- the store -------------------------------------------------------------------------------
 
 
-def _check_store(config: MountConfig) -> None:
+def _check_store(config: MountConfig, say: Say) -> None:
     if store_directory(config) == config.state / PARTS["store"]:
         return  # ours to make, with the state directory
     from lmstorfs.store import open_store  # brings boto3, which takes a while
@@ -243,5 +266,11 @@ def _check_store(config: MountConfig) -> None:
     store = open_store(config.store)
     try:
         store.probe(write=not config.read_only)
+    except SetupError as error:
+        # What is here already, or at the mirror, is not held back for it.
+        known = config.recover_from or (config.state / PARTS["catalog"]).exists()
+        if not known or not isinstance(error.__cause__, StoreUnreachableError):
+            raise
+        say(f"the store does not answer, going on without it: {error}")
     finally:
         store.close()

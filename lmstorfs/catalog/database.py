@@ -56,6 +56,9 @@ CREATE TABLE IF NOT EXISTS journal (
 CREATE TABLE IF NOT EXISTS uploads (
     ino INTEGER PRIMARY KEY, key TEXT NOT NULL, upload_id TEXT
 );
+CREATE TABLE IF NOT EXISTS guarded (
+    ino INTEGER PRIMARY KEY, path TEXT NOT NULL, checkpoint TEXT NOT NULL, deleted_at REAL NOT NULL
+);
 CREATE TABLE IF NOT EXISTS done (
     slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL
 );
@@ -80,6 +83,8 @@ class Database:
             os.umask(old_umask)
         self.connection.text_factory = _as_text
         self._depth = 0
+        self.on_change: Callable[[], None] = lambda: None
+        """Called after each transaction."""
         execute = self.connection.execute
         execute("PRAGMA journal_mode = WAL")
         execute("PRAGMA synchronous = NORMAL")
@@ -123,6 +128,7 @@ class Database:
             raise
         else:
             self.connection.execute("COMMIT")
+            self.on_change()
         finally:
             self._depth = 0
 
@@ -168,6 +174,15 @@ class Database:
         """Return all inodes that `SELECT … FROM inodes i <sql>` yields."""
         rows = self.execute(f"SELECT {COLUMNS} FROM inodes i {sql}", parameters)
         return [Inode(*row) for row in rows]
+
+    def meta(self, key: str) -> str | None:
+        """Return what is noted under `key`."""
+        row = self.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+        return None if row is None else str(row[0])
+
+    def set_meta(self, key: str, value: str) -> None:
+        """Note `value` under `key`."""
+        self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
 
     def close(self) -> None:
         """Close the database; the write-ahead log is folded into it."""

@@ -41,7 +41,7 @@ class Copies(msgspec.Struct, kw_only=True):
 
     ram: bool = True
     ssd: bool = True
-    mirror: bool = False
+    mirror: bool = True
     store: bool = True
 
 
@@ -93,8 +93,13 @@ def group(
     path_of: Callable[[int], str | None],
     is_open: Callable[[int], bool],
     limit: int,
+    mirror_has: Callable[[int, int], bool] = lambda ino, version: False,
 ) -> list[Checkpoint]:
-    """Return the newest `limit` checkpoints that these files form, newest first."""
+    """Return the newest `limit` checkpoints that these files form, newest first.
+
+    `is_open` says whether a writer has an inode open, `mirror_has` whether the mirror holds this
+    version of an inode.
+    """
     found: dict[str, Checkpoint] = {}
     for inode in inodes:
         path = path_of(inode.ino)
@@ -106,21 +111,23 @@ def group(
             if len(found) >= limit:
                 continue
             checkpoint = found[name] = Checkpoint(path=name, copies=Copies())
-        _add(checkpoint, inode, is_open(inode.ino))
+        _add(checkpoint, inode, is_open(inode.ino), mirror_has(inode.ino, inode.version))
         checkpoint.weights |= path.endswith(_WEIGHTS)
         if _TEMPORARY.search(name.rpartition("/")[2]):
             checkpoint.complete = False
     return sorted(found.values(), key=lambda checkpoint: -checkpoint.closed_at)
 
 
-def _add(checkpoint: Checkpoint, inode: Inode, is_open: bool) -> None:
+def _add(checkpoint: Checkpoint, inode: Inode, is_open: bool, mirrored: bool) -> None:
     checkpoint.files += 1
     checkpoint.bytes += inode.size
     closed = inode.version > 0 and inode.digest is not None and not inode.writing
-    if not closed or is_open:
+    stored = inode.version > 0 and not inode.dirty
+    if not closed or is_open or not (inode.tier or stored or mirrored):
         checkpoint.complete = False
     tier = inode.tier or ""
+    checkpoint.copies.mirror &= mirrored
     checkpoint.copies.ram &= tier == "ram"
     checkpoint.copies.ssd &= tier.startswith("ssd")
-    checkpoint.copies.store &= inode.version > 0 and not inode.dirty
+    checkpoint.copies.store &= stored
     checkpoint.closed_at = max(checkpoint.closed_at, inode.closed_at or 0.0)

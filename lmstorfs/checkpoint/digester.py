@@ -6,8 +6,10 @@ complete while the store is away.
 """
 
 import errno
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 import trio
@@ -15,7 +17,7 @@ import trio
 from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.sqlite import SqliteCatalog
 from lmstorfs.checkpoint.flusher import Flusher
-from lmstorfs.digest import DigestCancelledError, digest_file
+from lmstorfs.digest import DigestCancelledError, digest_blocks
 from lmstorfs.tiers import Placement
 from lmstorfs.units import MIB
 
@@ -37,6 +39,8 @@ class Digester:
         self._delay_s = delay_s
         self._waiting: dict[int, int] = {}  # ino → version, the longest closed first
         self._current: int | None = None
+        self.on_digest: Callable[[int, int, bytes], None] | None = None
+        """Called with inode, version and its blocks' digests; then nothing waits to settle."""
         self._wake = trio.Event()
 
     def add(self, ino: int, version: int) -> None:
@@ -70,7 +74,7 @@ class Digester:
                 del self._waiting[ino]
                 continue
             settled = now - (inode.closed_at or 0.0) >= self._delay_s
-            if settled or self._flusher.is_wanted(ino):
+            if settled or self.on_digest is not None or self._flusher.is_wanted(ino):
                 del self._waiting[ino]
                 return inode
         return None
@@ -85,10 +89,10 @@ class Digester:
         cancelled: Callable[[], bool] = lambda: self._current != inode.ino  # noqa: E731
         try:
             if inode.version_size <= _SMALL_BYTES:
-                digest = digest_file(path, inode.version_size)
+                digest, blocks = _digest(path, inode.version_size, cancelled)
             else:
-                digest = await trio.to_thread.run_sync(
-                    digest_file, path, inode.version_size, cancelled, abandon_on_cancel=True
+                digest, blocks = await trio.to_thread.run_sync(
+                    _digest, path, inode.version_size, cancelled, abandon_on_cancel=True
                 )
             now = self._catalog.find(inode.ino)  # its times may have been set meanwhile
             if now is None or path.stat().st_mtime_ns != now.version_mtime_ns:
@@ -103,4 +107,14 @@ class Digester:
         finally:
             self._current = None
         self._catalog.contents.set_digest(inode.ino, inode.version, digest)
+        if self.on_digest is not None:
+            self.on_digest(inode.ino, inode.version, blocks)
         self._flusher.wake()
+
+
+def _digest(path: Path, size: int, cancelled: Callable[[], bool]) -> tuple[str, bytes]:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return digest_blocks(fd, size, cancelled)
+    finally:
+        os.close(fd)

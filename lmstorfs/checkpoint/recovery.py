@@ -34,8 +34,8 @@ class Adopted(msgspec.Struct, kw_only=True):
     """Tier files that nobody needs any more."""
     torn: list[str] = []
     """Paths of files that were being written when the daemon died."""
-    lost: list[str] = []
-    """Paths of files whose only copy was in a tier that is gone."""
+    missing: list[int] = []
+    """Inodes of versions that only a tier held, and that tier has lost."""
 
 
 def adopt(
@@ -59,6 +59,12 @@ def adopt(
             catalog.purge(ino)
     for tier in placement.tiers:
         _adopt_tier(catalog, tier, result, takeover=takeover)
+    for inode in catalog.db.inodes(
+        "WHERE tier IS NOT NULL OR (tier IS NULL AND NOT writing AND"
+        " version != stored_version AND nlink > 0)"
+    ):
+        if placement.tier(inode.tier) is None and inode.is_file:  # another node's, or long lost
+            _without_copy(catalog, inode, result, lost=True)
     for inode in catalog.contents.torn():
         if inode.ino not in written:
             _adopt_writing(catalog, placement, inode, result)
@@ -67,7 +73,7 @@ def adopt(
             digester.add(inode.ino, inode.version)
     log.info(
         "adopted", files=result.files, dropped=result.dropped, torn=len(result.torn),
-        lost=len(result.lost),
+        missing=len(result.missing),
     )  # fmt: skip
     return result
 
@@ -133,15 +139,13 @@ def _cut(tier: Tier, inode: Inode) -> os.stat_result:
 
 
 def _without_copy(catalog: SqliteCatalog, inode: Inode, result: Adopted, *, lost: bool) -> None:
-    """The tier lost the file: what the store has of it serves, or it is named as lost."""
+    """The tier lost the file: what the store has of it serves, or another copy must be found."""
     catalog.contents.set_tier(inode.ino, None)
     if inode.writing:
         catalog.contents.end_writing(inode.ino)
     if not lost or (inode.version and not inode.dirty) or inode.nlink == 0:
         return
-    path = catalog.path(inode.ino) or f"inode {inode.ino}"
-    result.lost.append(path)
-    log.error("the only copy was lost with its tier", path=path)
+    result.missing.append(inode.ino)
 
 
 def _adopt_writing(

@@ -8,11 +8,13 @@ from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.sqlite import SqliteCatalog
 from lmstorfs.checkpoint.digester import Digester
 from lmstorfs.checkpoint.flusher import Flusher
+from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.digest import digest_file
 from lmstorfs.errors import DeadlineError
 from lmstorfs.tiers import Placement, files
 
 _MAPPED_LOOK_S = 0.5
+_MIRROR_PATIENCE_S = 1.0  # then the store is asked to hurry, too
 
 
 class Versions:
@@ -25,9 +27,11 @@ class Versions:
         flusher: Flusher,
         digester: Digester,
         *,
+        mirror: Mirror | None,
         fsync: str,
         fsync_timeout_s: float,
     ) -> None:
+        self._mirror = mirror
         self._catalog = catalog
         self._placement = placement
         self._flusher = flusher
@@ -51,16 +55,37 @@ class Versions:
         version = inode.version
         if changed and stat is not None:
             version = self.close(inode.ino, stat.st_size, stat.st_mtime_ns, writing=True)
-        if self._fsync == "ram" or self._flusher.settled(inode.ino, version):
+        if self._fsync == "ram":
             return
         with trio.move_on_after(self._fsync_timeout_s):
-            await self._flusher.stored(inode.ino, version)
+            await self._second_copy(inode.ino, version)
             return
         reason = self._flusher.health.degraded_reason or "the store is slow"
         raise DeadlineError(
             f"fsync of {self._catalog.path(inode.ino)}: no second copy within"
             f" {self._fsync_timeout_s:.0f} s ({reason})"
         )
+
+    async def _second_copy(self, ino: int, version: int) -> None:
+        """Return when the mirror or the store has the version, whichever is first.
+
+        The store is not hurried where the mirror answers: what is renamed or rewritten right after
+        its fsync would cost it twice.
+        """
+        mirror = self._mirror if self._fsync == "copy" else None
+        hurried = False
+        if mirror is not None:
+            mirror.urgent(ino)
+        patient_until = trio.current_time() + _MIRROR_PATIENCE_S
+        while not self._flusher.settled(ino, version):
+            if mirror is not None and mirror.holds(ino, version):
+                return
+            late = trio.current_time() > patient_until
+            if not hurried and (mirror is None or not mirror.connected or late):
+                self._flusher.urgent(ino)
+                hurried = True
+            with trio.move_on_after(_MIRROR_PATIENCE_S if not hurried else float("inf")):
+                await self._flusher.changed()
 
     def mapped(self, ino: int) -> None:
         """The file was closed but somebody still has it mapped for writing: watch it."""

@@ -14,8 +14,8 @@ import trio
 
 from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
 from lmstorfs.checkpoint import Digester, Flusher, Versions
+from lmstorfs.checkpoint.ladder import Ladder, LostCopyError
 from lmstorfs.dataset import Fetcher
-from lmstorfs.errors import LmstorfsError
 from lmstorfs.fuse.handle import handle_ino, handle_writable, make_handle
 from lmstorfs.fuse.openfile import OpenFile
 from lmstorfs.fuse.openlog import Survivors
@@ -30,12 +30,6 @@ _GROWTH_IDLE_S = 0.02
 _RESERVE_STEP_MIN_BYTES = 4 * MIB
 
 
-class LostCopyError(LmstorfsError):
-    """The tier that held the only copy of a version is gone."""
-
-    errno = errno.EIO
-
-
 class OpenFiles:
     """All files that are open on one mount."""
 
@@ -47,6 +41,7 @@ class OpenFiles:
         flusher: Flusher,
         digester: Digester,
         fetcher: Fetcher,
+        ladder: Ladder,
     ) -> None:
         self.catalog = catalog
         self.placement = placement
@@ -54,12 +49,15 @@ class OpenFiles:
         self.flusher = flusher
         self.digester = digester
         self.fetcher = fetcher
+        self.ladder = ladder
         self.passthrough = False
         """Whether the kernel gives passthrough; set once INIT was answered."""
         self.close_backing: Callable[[int, int], None] = lambda ino, backing_id: None
         self._files: dict[int, OpenFile] = {}
         self._locks: dict[int, trio.Lock] = {}
         self._growing = trio.Event()
+        self._proved: set[int] = set()
+        """Inodes whose copy here was written, fetched or verified by this daemon."""
 
     # --- what others ask ---------------------------------------------------------------------
 
@@ -107,7 +105,8 @@ class OpenFiles:
                     if truncate and opened.fd is not None:
                         self.digester.forget(ino)
                         os.ftruncate(opened.fd, 0)
-                        opened.written = True
+                        opened.written = opened.anew = True
+                        self._proved.add(ino)
                 except BaseException:
                     self.release(handle)
                     raise
@@ -124,9 +123,10 @@ class OpenFiles:
         """
         handle = make_handle(inode.ino, flags)
         opened = self._make(inode, name, wanted)
-        opened.written = True
+        opened.written = opened.anew = True
         opened.add(handle)
         self._files[inode.ino] = opened
+        self._proved.add(inode.ino)
         self.placement.touched(inode.ino)
         self._growing.set()
         return handle
@@ -146,12 +146,16 @@ class OpenFiles:
         name = self.catalog.path(inode.ino) or ""
         base = os.fsencode(name.rpartition("/")[2])
         tier = self.placement.tier(inode.tier)
+        if tier is not None and not truncate and not await self._is_right(inode, tier):
+            inode = self.catalog.get(inode.ino)
+            tier = None
         if tier is None and (truncate or inode.size == 0):
             tier, wanted = self.home(base)
             self.catalog.contents.set_tier(inode.ino, tier.name)
             return self._make(self.catalog.get(inode.ino), base, wanted)
         if tier is None:
-            tier = await self._bring_here(inode)
+            tier = await self.ladder.bring(inode)
+            self._proved.add(inode.ino)
         if tier is None:
             if writable:
                 raise NamespaceError(errno.ENOSPC, f"no tier has room for {name}")
@@ -162,10 +166,22 @@ class OpenFiles:
             raise LostCopyError(f"{name}: its copy in {tier.name} is gone") from error
         return OpenFile(inode.ino, base, fd, tier, passthrough=self.passthrough)
 
-    async def _bring_here(self, inode: Inode) -> Tier | None:
-        if inode.dirty or inode.stored_key is None:
-            raise LostCopyError(f"{self.catalog.path(inode.ino)}: its only copy was lost")
-        return await self.fetcher.fetch(inode)
+    async def _is_right(self, inode: Inode, tier: Tier) -> bool:
+        """Whether the tier's copy may be served; it is proved by digest once in a daemon's life.
+
+        And again where the tier's file is not what the version's close left.
+        """
+        try:
+            found = tier.path(inode.ino).stat()
+        except FileNotFoundError:
+            self.catalog.contents.set_tier(inode.ino, None)
+            return False
+        if inode.writing or (inode.ino in self._proved and inode.is_version(found)):
+            return True
+        if not await self.ladder.is_right(inode, tier):
+            return False
+        self._proved.add(inode.ino)
+        return True
 
     def _begin_writing(self, opened: OpenFile, inode: Inode, keep_bits: bool) -> None:
         assert opened.tier is not None
@@ -331,6 +347,7 @@ class OpenFiles:
         if inode is None or inode.nlink == 0:
             if opened.tier is not None:
                 self.placement.drop(opened.ino, opened.tier.name)
+            self._proved.discard(opened.ino)
             self.catalog.purge(opened.ino)
             self.flusher.announce()
             return

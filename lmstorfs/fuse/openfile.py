@@ -26,6 +26,8 @@ class OpenFile:
         self.writers = 0
         self.written = False
         """Whether the content may differ from the newest version in ways that stat hides."""
+        self.anew = False
+        """Whether the content began anew, empty, with an open that lasts."""
         self.mappable = False
         self.vouched = False
         """Whether a close or an fsync made a version since the first writer came."""

@@ -1,0 +1,1 @@
+"""The mirror: a peer node keeps replicas of what is written here, in its RAM."""

@@ -1,0 +1,194 @@
+"""Connections over TCP: signed messages, and content that the kernel moves.
+
+A message is its length (u32), a keyed blake2b of 16 bytes over its number and itself, and itself.
+Content follows unsigned, by sendfile(2) and into a mapping of the receiver's file: its digest is in
+a message. Timeouts are the kernel's (SO_RCVTIMEO), so that a thread blocks without the GIL.
+"""
+
+import errno
+import hashlib
+import hmac
+import mmap
+import os
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lmstorfs.checkpoint.mirror import handshake
+from lmstorfs.checkpoint.mirror.transport import MESSAGE_MAX_BYTES
+from lmstorfs.errors import PeerError, PeerProtocolError, PeerTimeoutError
+
+STALL_S = 20.0
+IDLE_S = 30.0
+_HEADER = struct.Struct("<I16s")
+_BUFFER_BYTES = 4 << 20
+_SEND_BYTES = 8 << 20
+_WINDOW_BYTES = 16 << 20
+_TIMEVAL = struct.Struct("ll")
+_TCP_USER_TIMEOUT = 18  # linux/tcp.h
+
+
+class TcpConnection:
+    """One authenticated connection."""
+
+    def __init__(self, sock: socket.socket, keys: tuple[bytes, bytes], peer: str) -> None:
+        """Take a socket whose ends have proved the secret; `keys` for sending and receiving."""
+        self._sock = sock
+        self._send_key, self._receive_key = keys
+        self._sent = self._received = 0
+        self.peer = peer
+        self.idle_s = IDLE_S
+        set_timeout(sock, STALL_S)
+
+    def send(self, message: bytes) -> None:
+        """Send one message."""
+        if not 0 < len(message) <= MESSAGE_MAX_BYTES:
+            raise PeerProtocolError(f"a message of {len(message)} bytes")
+        signature = _sign(self._send_key, self._sent, message)
+        self._sent += 1
+        with _failures(self):
+            self._sock.sendall(_HEADER.pack(len(message), signature) + message)
+
+    def receive(self) -> bytes:
+        """Return the next message."""
+        with _failures(self):
+            set_timeout(self._sock, self.idle_s)
+            head = exactly(self._sock, _HEADER.size)
+            set_timeout(self._sock, STALL_S)
+            size, signature = _HEADER.unpack(head)
+            if not 0 < size <= MESSAGE_MAX_BYTES:
+                raise PeerProtocolError(f"a message of {size} bytes")
+            message = exactly(self._sock, size)
+            if not hmac.compare_digest(
+                signature, _sign(self._receive_key, self._received, message)
+            ):
+                raise PeerProtocolError("a message with a wrong signature")
+            self._received += 1
+            return message
+
+    def send_file(self, fd: int, offset: int, count: int) -> None:
+        """Send `count` bytes of a file."""
+        end = offset + count
+        with _failures(self):
+            while offset < end:
+                sent = os.sendfile(self._sock.fileno(), fd, offset, min(end - offset, _SEND_BYTES))
+                if sent == 0:  # truncated meanwhile: what was promised cannot come any more
+                    raise EOFError("the file became shorter while it was sent")
+                offset += sent
+
+    def receive_file(self, fd: int, offset: int, count: int) -> None:
+        """Take `count` bytes into a file."""
+        end = offset + count
+        with _failures(self):
+            if os.fstat(fd).st_size < end:
+                os.ftruncate(fd, end)
+            while offset < end:
+                start = offset // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+                stop = min(end, start + _WINDOW_BYTES)
+                with (
+                    mmap.mmap(fd, stop - start, offset=start) as window,
+                    memoryview(window) as view,
+                    view[offset - start :] as rest,
+                ):
+                    _into(self._sock, rest)
+                offset = stop
+
+    def close(self) -> None:
+        """End the connection."""
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            if error.errno not in (errno.ENOTCONN, errno.EBADF):
+                raise
+        self._sock.close()
+
+
+def _sign(key: bytes, number: int, message: bytes) -> bytes:
+    return hashlib.blake2b(number.to_bytes(8, "little") + message, key=key, digest_size=16).digest()
+
+
+def _into(sock: socket.socket, view: memoryview) -> None:
+    done = 0
+    while done < len(view):
+        with view[done:] as rest:
+            got = sock.recv_into(rest)
+        if got == 0:
+            raise PeerError("the connection ended in the middle of content")
+        done += got
+
+
+def exactly(sock: socket.socket, count: int) -> bytes:
+    """Return exactly `count` bytes. Raises `PeerError` at the connection's end."""
+    parts = bytearray()
+    while len(parts) < count:
+        part = sock.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            raise PeerError("the connection ended")
+        parts += part
+    return bytes(parts)
+
+
+def set_timeout(sock: socket.socket, seconds: float) -> None:
+    """Let reads and writes of a blocking socket fail with EAGAIN after so long."""
+    value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+
+
+@contextmanager
+def _failures(connection: TcpConnection) -> Iterator[None]:
+    """Turn what goes wrong into `PeerError`s; the connection is of no use afterwards."""
+    try:
+        yield
+    except BlockingIOError as error:
+        connection.close()
+        raise PeerTimeoutError("the peer said nothing for too long") from error
+    except (OSError, ValueError) as error:  # ValueError: closed by another thread
+        connection.close()
+        raise PeerError(f"the connection broke: {error}") from error
+    except (PeerError, EOFError):
+        connection.close()
+        raise
+
+
+def prepare(sock: socket.socket) -> None:
+    """Set what every socket of a mirror has."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, _TCP_USER_TIMEOUT, int(STALL_S * 1000))
+
+
+def enlarge(sock: socket.socket) -> None:
+    """Give a socket buffers for a fast link; before it connects or listens."""
+    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+
+
+def connect(host: str, port: int, secret: bytes, timeout_s: float = 5.0) -> TcpConnection:
+    """Connect and prove the secret. Raises `PeerError`."""
+    peer = f"{host}:{port}"
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, address = found[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise PeerError(f"{peer}: {error.strerror or error}") from error
+    try:
+        enlarge(sock)
+        sock.settimeout(timeout_s)
+        sock.connect(address)
+        prepare(sock)
+        sock.settimeout(None)
+        set_timeout(sock, timeout_s)
+        keys = handshake.prove_as_origin(secret, sock.sendall, lambda count: exactly(sock, count))
+        return TcpConnection(sock, keys, peer)
+    except BlockingIOError as error:
+        sock.close()
+        raise PeerTimeoutError(f"{peer} does not answer the handshake") from error
+    except OSError as error:
+        sock.close()
+        raise PeerError(f"{peer}: {error.strerror or error}") from error
+    except BaseException:
+        sock.close()
+        raise
