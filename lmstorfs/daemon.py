@@ -10,23 +10,23 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import pyfuse3
 import structlog
 import trio
 
-from lmstorfs import __version__, mounts
+from lmstorfs import mounts
 from lmstorfs.catalog import Merger
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
+from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.ladder import Ladder
 from lmstorfs.checkpoint.mirror.client import Growing, Mirror
 from lmstorfs.checkpoint.recovery import adopt, note_closed
 from lmstorfs.config import PARTS, MountConfig, read_config
-from lmstorfs.control import ControlServer, Progress
+from lmstorfs.control import ControlServer
 from lmstorfs.dataset import Fetcher
 from lmstorfs.draining import Drainer, nobody
 from lmstorfs.equipment import (
@@ -37,7 +37,7 @@ from lmstorfs.equipment import (
     replicas_kept,
     tiers_of,
 )
-from lmstorfs.errors import LmstorfsError, SetupError
+from lmstorfs.errors import LmstorfsError
 from lmstorfs.fuse.channel import Channel
 from lmstorfs.fuse.data import DataPath
 from lmstorfs.fuse.handle import handle_writable
@@ -48,11 +48,11 @@ from lmstorfs.fuse.operations import Operations
 from lmstorfs.fuse.refresh import Refresher
 from lmstorfs.fuse.space import SpaceReport
 from lmstorfs.logs import configure
+from lmstorfs.operations import ControlOperations
 from lmstorfs.report import Report
 from lmstorfs.store import open_store
 from lmstorfs.store.pool import WorkerPool
 from lmstorfs.tiers import Placement
-from lmstorfs.waiting import Waiter
 
 log = structlog.get_logger()
 
@@ -77,9 +77,21 @@ class Daemon:
         self.store = open_store(config.store)
         self.pool = WorkerPool(config.store, config.workers)
         self.placement = Placement(tiers_of(config), self.catalog, self._is_open)
-        self.flusher = Flusher(
-            self.catalog, self.placement, self.store, self.pool, delay_s=config.flush_delay_s
+        self.fence = Fence(
+            self.store,
+            self.catalog.db,
+            enabled=config.mirror is not None and not config.read_only,
+            label=f"{socket.gethostname()}:{config.mountpoint}",
         )
+        self.flusher = Flusher(
+            self.catalog,
+            self.placement,
+            self.store,
+            self.pool,
+            self.fence,
+            delay_s=config.flush_delay_s,
+        )
+        self.fence.on_fenced = self.flusher.announce
         self.names = NameSync(self.catalog, self.store, self.flusher)
         self.digester = Digester(
             self.catalog, self.placement, self.flusher, delay_s=config.flush_delay_s
@@ -148,7 +160,9 @@ class Daemon:
             self.replicas,
         )
         self.report.restarts = restarts
-        self._drain_at_end = True
+        self.control = ControlOperations(
+            config, self.catalog, self.flusher, self.mirror, self.drainer, self.report
+        )
         self._signals = 0
 
     def _mirror(self) -> Mirror | None:
@@ -162,6 +176,7 @@ class Daemon:
             growing=self._growing,
             announce=self.flusher.announce,
         )
+        mirror.on_fenced = self.fence.fence
         self.digester.on_digest = mirror.closed
         self.catalog.db.on_change = mirror.wake
         return mirror
@@ -184,7 +199,14 @@ class Daemon:
         self._adopt()
         async with trio.open_nursery() as nursery:
             await nursery.start(self.pool.run)
-            for part in (self.flusher, self.names, self.digester, self.versions, self.refresher):
+            for part in (
+                self.fence,
+                self.flusher,
+                self.names,
+                self.digester,
+                self.versions,
+                self.refresher,
+            ):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
             nursery.start_soon(self.ladder.run)
@@ -196,14 +218,14 @@ class Daemon:
             nursery.start_soon(self._serve_kernel, served)
             await self.channel.initialised.wait()
             self._settle_data_path()
-            control = ControlServer(self.config.state / PARTS["socket"], self._handlers())
-            await nursery.start(control.run)
+            server = ControlServer(self.config.state / PARTS["socket"], self.control.handlers())
+            await nursery.start(server.run)
             mounts.register(self.config, os.getpid())
             self._say_ready(ready_fd)
             await served.wait()
             left = await self._finish()
             with trio.move_on_after(_REPLY_SENT_S):  # whoever asked for the unmount is told
-                await control.idle()
+                await server.idle()
             nursery.cancel_scope.cancel()
         mounts.unregister(self.config)
         self.catalog.close()
@@ -291,7 +313,7 @@ class Daemon:
         self.report.state = "draining"
         self.flusher.hurry = True
         self.flusher.wake()
-        while self._drain_at_end and self._left():
+        while self.control.drain_at_end and self._left() and self.fence.reason is None:
             await self.drainer.drain([], nobody)
         torn = self.report.torn()
         if torn:
@@ -315,7 +337,7 @@ class Daemon:
                 self._signals += 1
                 log.info("signal", number=number)
                 if self._signals > 1:  # asked twice: the dirty data waits in the tiers
-                    self._drain_at_end = False
+                    self.control.drain_at_end = False
                     self.flusher.announce()
                 await self._drain_and_unmount(drain=self._signals == 1)
 
@@ -324,86 +346,6 @@ class Daemon:
         if drain:
             await self.drainer.drain([], nobody)
         await trio.to_thread.run_sync(unmount_fuse, self.config.mountpoint, abandon_on_cancel=True)
-
-    # --- control -----------------------------------------------------------------------------
-
-    def _handlers(self) -> dict[str, Any]:
-        return {
-            "status": self._status,
-            "checkpoints": self._checkpoints,
-            "sync": self._sync,
-            "unmount": self._unmount,
-            "wait": self._wait,
-        }
-
-    async def _status(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        return self.report.status(os.getpid(), __version__)
-
-    async def _checkpoints(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        return {"checkpoints": self.report.checkpoints()}
-
-    async def _sync(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        await self._catch_up()
-        paths = [_relative(path, self.config.mountpoint) for path in request.get("paths", [])]
-        return dict(msgspec.to_builtins(await self.drainer.drain(paths, progress)))
-
-    async def _wait(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        await self._catch_up()
-        path = _relative(request["path"], self.config.mountpoint)
-        waiter = Waiter(self.catalog, self.flusher, self.mirror)
-        with trio.move_on_after(request.get("give_up_s") or float("inf")):
-            return await waiter.wait(path, str(request["copies"]), progress)
-        raise SetupError(
-            f"{request['path']} has not enough copies after {request['give_up_s']:.0f} s; "
-            "lmstorfs status says why"
-        )
-
-    async def _catch_up(self) -> None:
-        """Let the requests that the kernel queued before this one come first (a RELEASE)."""
-        await trio.to_thread.run_sync(os.statvfs, self.config.mountpoint, abandon_on_cancel=True)
-
-    async def _unmount(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        drain = bool(request.get("drain", True))
-        self.report.state = "draining"
-        try:
-            if drain:
-                await self._catch_up()
-                await self.drainer.drain([], progress)
-            self._drain_at_end = drain
-            await trio.to_thread.run_sync(
-                lambda: unmount_fuse(self.config.mountpoint, lazy=False), abandon_on_cancel=True
-            )
-        except OSError as error:
-            raise SetupError(_busy(self.config.mountpoint, error)) from error
-        finally:
-            self.report.state = "ready"
-        return {"unmounted": True, "torn": self.report.torn()}
-
-
-def _relative(path: str, mountpoint: str) -> str:
-    relative = os.path.relpath(path, mountpoint)
-    if relative == ".." or relative.startswith("../"):
-        raise SetupError(f"{path} is not below {mountpoint}")
-    return "" if relative == "." else relative
-
-
-def _busy(mountpoint: str, error: OSError) -> str:
-    users = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdecimal() and _uses(process, mountpoint):
-            users.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
-    who = f"; in use by {', '.join(users)}" if users else ""
-    return f"{mountpoint} cannot be unmounted: {error.strerror}{who}; stop them and try again"
-
-
-def _uses(process: Path, mountpoint: str) -> bool:
-    links = [process / "cwd", process / "root"]
-    try:
-        links += (process / "fd").iterdir()
-        targets = [str(link.readlink()) for link in links]
-    except OSError:
-        return False  # it ended meanwhile
-    return any(target == mountpoint or target.startswith(mountpoint + "/") for target in targets)
 
 
 def main() -> int:

@@ -62,6 +62,11 @@ class Drainer:
         for ino in targets:
             self._flusher.urgent(ino)
         while True:
+            if self._flusher.fence.reason is not None:
+                raise SetupError(
+                    f"nothing can be brought to the store: {self._flusher.fence.reason}; what is "
+                    "here stays in the state directory (lmstorfs unmount --no-drain leaves it)"
+                )
             waiting = {ino for ino, inode in targets.items() if not self._done(inode)}
             names_left = len(self._catalog.journal) if names else 0
             await progress(self._told(targets, waiting, names_left))

@@ -66,6 +66,10 @@ class ChangedInStoreError(StoreError):
     errno = errno.ESTALE
 
 
+class FencedError(LmstorfsError):
+    """Another node has taken this one's place: what it writes must not reach the store."""
+
+
 class SupersededError(LmstorfsError):
     """The file changed while its version was being brought to the store; nothing was published."""
 

@@ -97,6 +97,8 @@ class Report:
         found = []
         if self._flusher.health.degraded_reason:
             found.append(self._flusher.health.degraded_reason)
+        if self._flusher.fence.reason is not None:
+            found.append(f"fenced: {self._flusher.fence.reason}")
         mirror = self._mirror.status() if self._mirror is not None else None
         if mirror is not None and mirror.reason:
             found.append(mirror.reason)

@@ -16,8 +16,9 @@ import trio
 
 from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.sqlite import SqliteCatalog
+from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.health import Backoff, StoreHealth
-from lmstorfs.errors import StoreError, StoreUnreachableError, SupersededError
+from lmstorfs.errors import FencedError, StoreError, StoreUnreachableError, SupersededError
 from lmstorfs.store import Attributes, Kind, ObjectInfo, Store
 from lmstorfs.store.pool import Upload, WorkerPool
 from lmstorfs.tiers import Placement, files
@@ -75,9 +76,11 @@ class Flusher:
         placement: Placement,
         store: Store,
         pool: WorkerPool,
+        fence: Fence,
         *,
         delay_s: float,
     ) -> None:
+        self.fence = fence
         self._catalog = catalog
         self._placement = placement
         self._store = store
@@ -181,6 +184,8 @@ class Flusher:
     def _start_ready(self, nursery: trio.Nursery) -> float:
         """Start what may start; return how long nothing else can, seconds."""
         wait_s, offset = _IDLE_S, 0
+        if self.fence.reason is not None:
+            return wait_s
         for ino in list(self._urgent):
             inode = self._catalog.find(ino)
             if inode is None or not (inode.dirty or inode.attrs_dirty):
@@ -258,6 +263,8 @@ class Flusher:
         except SupersededError:
             self._given_up(inode, flight)
             self._overtaken(inode)
+        except FencedError as error:
+            self.fence.fence(str(error))
         except StoreError as error:
             self._given_up(inode, flight)
             self.health.failed(error)
@@ -319,6 +326,7 @@ class Flusher:
     # --- one version -------------------------------------------------------------------------
 
     async def _bring(self, inode: Inode, flight: Flight) -> None:
+        await self.fence.verify()
         attributes = attributes_of(inode, self._catalog.xattrs(inode.ino))
         if not inode.dirty:
             await self._bring_attributes(inode, flight.key, attributes)
@@ -352,6 +360,7 @@ class Flusher:
             attributes=attributes,
             mtime_ns=inode.version_mtime_ns,
             verify=files.has_writers(path),
+            owner=self.fence.owner,
         )
 
         def moved(count: int) -> None:

@@ -18,7 +18,7 @@ import structlog
 import trio
 
 from lmstorfs.catalog import Inode, SqliteCatalog
-from lmstorfs.checkpoint.mirror.peer import FencedError, UnknownReplicaError
+from lmstorfs.checkpoint.mirror.peer import PeerFencedError, UnknownReplicaError
 from lmstorfs.checkpoint.mirror.source import ReplicaSource
 from lmstorfs.dataset.fetcher import Fetcher
 from lmstorfs.digest import digest_fd
@@ -134,7 +134,7 @@ class Ladder:
         while True:
             try:
                 await self._fetch_into(tier, inode)
-            except (CorruptCopyError, UnknownReplicaError, FencedError):
+            except (CorruptCopyError, UnknownReplicaError, PeerFencedError):
                 raise
             except PeerError:
                 if not patient or trio.current_time() > give_up:
@@ -231,7 +231,7 @@ class Ladder:
         while True:
             try:
                 await self._source.look()
-            except FencedError:
+            except PeerFencedError:
                 return
             except (PeerError, SetupError, OSError) as error:
                 log.warning("the mirror does not answer", error=str(error))

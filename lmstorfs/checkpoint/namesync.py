@@ -14,7 +14,7 @@ from lmstorfs.catalog.catalog import JournalEntry
 from lmstorfs.catalog.sqlite import SqliteCatalog
 from lmstorfs.checkpoint.flusher import Flusher
 from lmstorfs.checkpoint.health import Backoff
-from lmstorfs.errors import NotInStoreError, StoreError
+from lmstorfs.errors import FencedError, NotInStoreError, StoreError
 from lmstorfs.store import Kind, Store
 
 log = structlog.get_logger()
@@ -82,7 +82,11 @@ class NameSync:
 
     async def _try(self, entries: list[JournalEntry]) -> int:
         try:
+            await self._flusher.fence.verify()
             await self._do(entries)
+        except FencedError as error:
+            self._flusher.fence.fence(str(error))
+            await trio.sleep_forever()
         except StoreError as error:
             self._flusher.health.failed(error)
             for entry in entries:

@@ -57,14 +57,14 @@ def adopt(
     for ino in catalog.orphans():
         if ino not in opened:
             catalog.purge(ino)
-    for tier in placement.tiers:
-        _adopt_tier(catalog, tier, result, takeover=takeover)
     for inode in catalog.db.inodes(
         "WHERE tier IS NOT NULL OR (tier IS NULL AND NOT writing AND"
         " version != stored_version AND nlink > 0)"
     ):
         if placement.tier(inode.tier) is None and inode.is_file:  # another node's, or long lost
             _without_copy(catalog, inode, result, lost=True)
+    for tier in placement.tiers:
+        _adopt_tier(catalog, tier, result, takeover=takeover)
     for inode in catalog.contents.torn():
         if inode.ino not in written:
             _adopt_writing(catalog, placement, inode, result)

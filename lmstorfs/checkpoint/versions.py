@@ -10,7 +10,7 @@ from lmstorfs.checkpoint.digester import Digester
 from lmstorfs.checkpoint.flusher import Flusher
 from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.digest import digest_file
-from lmstorfs.errors import DeadlineError
+from lmstorfs.errors import DeadlineError, FencedError
 from lmstorfs.tiers import Placement, files
 
 _MAPPED_LOOK_S = 0.5
@@ -80,6 +80,8 @@ class Versions:
         while not self._flusher.settled(ino, version):
             if mirror is not None and mirror.holds(ino, version):
                 return
+            if self._flusher.fence.reason is not None:
+                raise FencedError(self._flusher.fence.reason)
             late = trio.current_time() > patient_until
             if not hurried and (mirror is None or not mirror.connected or late):
                 self._flusher.urgent(ino)

@@ -24,7 +24,7 @@ from lmstorfs.errors import (
 from lmstorfs.store import directory_files as files
 from lmstorfs.store.content import check_digest, digest_content
 from lmstorfs.store.directory_files import store_errors
-from lmstorfs.store.keys import TEMPORARY_PREFIX, printable, split_key
+from lmstorfs.store.keys import OWN_PREFIX, TEMPORARY_PREFIX, printable, split_key
 from lmstorfs.store.store import Attributes, Capacity, Kind, ObjectInfo, Store, Watch
 
 
@@ -111,7 +111,7 @@ class DirectoryStore(Store):
             files.open_directory(root, parts) as fd,
         ):
             for name in files.names_in(fd):
-                if name.startswith(TEMPORARY_PREFIX):
+                if name.startswith(OWN_PREFIX):
                     continue
                 with suppress(FileNotFoundError), files.open_entry(fd, name) as entry:
                     info = files.info_of("/".join([*parts, name]), entry)

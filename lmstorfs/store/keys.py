@@ -12,7 +12,8 @@ from lmstorfs.errors import StoreDeniedError
 _QUOTE = "\u201b"
 _STRAY = re.compile("[\udc80-\udcff\u201b]")
 _QUOTED = re.compile(f"{_QUOTE}({_QUOTE}|[89A-F][0-9A-F])")
-TEMPORARY_PREFIX = ".lmstorfs-tmp-"  # names that only we make, and nobody ever lists
+OWN_PREFIX = ".lmstorfs-"  # names that only we make, and no listing shows
+TEMPORARY_PREFIX = OWN_PREFIX + "tmp-"  # those that an upload leaves when it is killed
 
 
 def split_key(key: str, *, root: bool = False) -> list[str]:

@@ -21,7 +21,7 @@ from lmstorfs.errors import (
     StoreUnreachableError,
 )
 from lmstorfs.store import s3_moves
-from lmstorfs.store.keys import TEMPORARY_PREFIX, printable, split_key
+from lmstorfs.store.keys import OWN_PREFIX, TEMPORARY_PREFIX, printable, split_key
 from lmstorfs.store.s3_client import Bucket, s3_errors
 from lmstorfs.store.s3_metadata import (
     DIRECTORY_TYPE,
@@ -136,7 +136,7 @@ class S3Store(Store):
     def _listed(self, prefix: str, full: str) -> str | None:
         """Return our key for a listed object key; None for what is no file of anybody's."""
         name = full.removeprefix(prefix)
-        if not name or name.startswith(TEMPORARY_PREFIX):
+        if not name or name.startswith(OWN_PREFIX):
             return None  # the directory's own marker, or somebody's probe
         key = self._bucket.own_key(full)
         if key is None or name in (".", "..") or "/" in name:

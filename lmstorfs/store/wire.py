@@ -28,6 +28,7 @@ _RAISABLE: dict[str, type[errors.LmstorfsError]] = {
         errors.StoreDeniedError,
         errors.NotInStoreError,
         errors.ChangedInStoreError,
+        errors.FencedError,
         errors.SupersededError,
         errors.CorruptCopyError,
     )
@@ -53,6 +54,8 @@ class Upload(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The source's mtime when the version was closed; another one means it is superseded."""
     verify: bool = False
     """Read the source twice even if its digest is known: a writer may hold it mapped."""
+    owner: str | None = None
+    """Publish only where the store's owner record names this owner; None: whoever it is."""
 
 
 class Fetch(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -32,12 +33,14 @@ from lmstorfs.store import wire
 from lmstorfs.store.content import digest_content
 from lmstorfs.store.keys import printable
 from lmstorfs.store.location import open_store
+from lmstorfs.store.records import check_owner
 from lmstorfs.store.store import Cancelled, Store
 
 log = logging.getLogger("lmstorfs.worker")
 
 MAX_THREADS = 32  # more than a pool ever has under way in one worker
 _REPORT_INTERVAL_S = 0.1  # between two reports of a call's progress
+_OWNER_BELIEVED_S = 1.0  # what the store's owner record said
 _NICENESS = 5  # training comes first
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -81,6 +84,7 @@ class _CallWatch:
         self._unreported = 0
         self._reported_at = time.monotonic()
         self.source: _Source | None = None
+        self.check_owner: Callable[[], None] | None = None
 
     def cancel(self) -> None:
         self._stop.set()
@@ -111,6 +115,8 @@ class _CallWatch:
             raise Cancelled
         if self.source is not None:
             self.source.check()
+        if self.check_owner is not None:
+            self.check_owner()
 
 
 class _Source:
@@ -141,6 +147,7 @@ class _Worker:
         self._line = line
         self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="call")
         self._watches: dict[int, _CallWatch] = {}
+        self._owner_seen_at = -_OWNER_BELIEVED_S
         self._store: Future[Store]
 
     def serve(self) -> None:
@@ -210,10 +217,18 @@ class _Worker:
                 digest = found
             attributes = msgspec.structs.replace(job.attributes, digest=digest)
             store = self._store.result()
+            if (owner := job.owner) is not None:
+                watch.check_owner = lambda: self._check_owner(store, owner)
             info = store.put_file(job.key, source.fd, job.size, attributes, watch)
             return wire.Uploaded(info=info, digest=digest)
         finally:
             source.close()
+
+    def _check_owner(self, store: Store, owner: str) -> None:
+        """Look whether another node has taken over; small files share what was just seen."""
+        if time.monotonic() - self._owner_seen_at > _OWNER_BELIEVED_S:
+            check_owner(store, owner)
+            self._owner_seen_at = time.monotonic()
 
     def _fetch(self, job: wire.Fetch, watch: _CallWatch) -> wire.Fetched:
         store = self._store.result()

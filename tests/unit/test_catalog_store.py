@@ -32,6 +32,7 @@ from hypothesis.stateful import (
 from lmstorfs.catalog import ROOT_INO, Inode, JournalEntry, NamespaceError, SqliteCatalog
 from lmstorfs.catalog.sqlite import RENAME_EXCHANGE, RENAME_NOREPLACE
 from lmstorfs.checkpoint import Flusher, NameSync
+from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.flusher import Flight, attributes_of
 from lmstorfs.digest import digest_bytes
 from lmstorfs.errors import NotInStoreError, StoreError
@@ -172,6 +173,7 @@ class NamesAndUploads(RuleBasedStateMachine):
             None,  # type: ignore[arg-type]  # content is the machine's
             self.store,
             None,  # type: ignore[arg-type]
+            Fence(self.store, self.catalog.db, enabled=False, label=""),
             delay_s=0.0,
         )
         self.names = NameSync(self.catalog, self.store, self.flusher)

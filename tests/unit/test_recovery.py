@@ -88,7 +88,7 @@ def test_a_closed_file_is_adopted_and_flushed(world: World) -> None:
     inode = world.file("model", b"x" * 10_000, writing=True)
     version = world.close(inode)
     adopted = world.adopt()
-    assert (adopted.files, adopted.lost, adopted.torn) == (1, [], [])
+    assert (adopted.files, adopted.missing, adopted.torn) == (1, [], [])
     assert world.digests.asked == [(inode.ino, version)]
     assert world.flushable() == [inode.ino]
     assert world.tier.used_bytes >= 10_000
@@ -107,7 +107,7 @@ def test_a_stored_file_without_its_tier_copy_is_read_from_the_store(world: World
     world.stored(inode, world.close(inode))
     world.path(inode.ino).unlink()
     adopted = world.adopt()
-    assert (adopted.files, adopted.lost) == (0, [])
+    assert (adopted.files, adopted.missing) == (0, [])
     assert world.catalog.get(inode.ino).tier is None
     assert world.flushable() == []
 
@@ -117,7 +117,7 @@ def test_a_file_whose_only_copy_is_gone_is_named_and_not_flushed(world: World) -
     world.close(inode)
     world.path(inode.ino).unlink()
     adopted = world.adopt()
-    assert adopted.lost == ["model"]
+    assert adopted.missing == [inode.ino]
     assert world.catalog.get(inode.ino).tier is None
     assert world.flushable() == []
 

@@ -25,11 +25,11 @@ from lmstorfs.checkpoint.mirror.peer import (
     SLICE_BLOCKS,
     SLICE_BYTES,
     DiffersError,
-    FencedError,
     Identity,
     Offered,
     Peer,
     PeerAddress,
+    PeerFencedError,
     PeerFullError,
 )
 from lmstorfs.digest import BLOCK_BYTES, digest_blocks
@@ -101,8 +101,8 @@ class Mirror:
         self._heard = 0.0
         self.corrupt: Callable[[int, int], None] = lambda ino, version: None
         """Called with inode and version where the tier's copy has another digest."""
-        self.fenced: str | None = None
-        """Why this node must not write any more."""
+        self.on_fenced: Callable[[str], None] = lambda reason: None
+        """Called where the peer says that another node has taken over."""
 
     # --- asked by others ---------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class Mirror:
             state=state,
             lag_bytes=lag_bytes,
             lag_s=round(max(0.0, time.time() - oldest), 1) if oldest else 0.0,
-            reason=self.fenced or reason,
+            reason=reason,
         )
 
     # --- the connection ----------------------------------------------------------------------
@@ -156,10 +156,9 @@ class Mirror:
             began = trio.current_time()
             try:
                 await self._connection()
-            except FencedError as error:
-                self.fenced = str(error)
+            except PeerFencedError as error:
                 self._failed(error)
-                self._announce()
+                self.on_fenced(str(error))
                 return
             except (PeerError, SetupError, EOFError, OSError) as error:
                 self._failed(error)

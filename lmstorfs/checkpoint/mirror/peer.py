@@ -10,15 +10,21 @@ from lmstorfs.checkpoint.mirror.handshake import read_secret
 from lmstorfs.checkpoint.mirror.tcp import connect
 from lmstorfs.checkpoint.mirror.transport import Connection, parse_address
 from lmstorfs.digest import BLOCK_BYTES, digest_fd
-from lmstorfs.errors import CorruptCopyError, PeerError, PeerProtocolError, PeerRefusedError
+from lmstorfs.errors import (
+    CorruptCopyError,
+    FencedError,
+    PeerError,
+    PeerProtocolError,
+    PeerRefusedError,
+)
 
 SLICE_BLOCKS = 4  # sent in one go: what an urgent version may have to wait for
 SLICE_BYTES = SLICE_BLOCKS * BLOCK_BYTES
 CONNECT_TIMEOUT_S = 5.0
 
 
-class FencedError(PeerRefusedError):
-    """A successor has taken over from this node: what it writes counts no more."""
+class PeerFencedError(PeerRefusedError, FencedError):
+    """The mirror knows of a successor: what this node writes counts no more."""
 
 
 class PeerFullError(PeerError):
@@ -34,7 +40,7 @@ class DiffersError(PeerError):
 
 
 _ERRORS = {
-    "fenced": FencedError,
+    "fenced": PeerFencedError,
     "full": PeerFullError,
     "unknown": UnknownReplicaError,
     "differs": DiffersError,
@@ -85,7 +91,7 @@ class Peer:
 
     @classmethod
     def open(cls, where: PeerAddress, who: Identity, purpose: str) -> "Peer":
-        """Connect and say hello. Raises `PeerError`, `FencedError` among them."""
+        """Connect and say hello. Raises `PeerError`, `PeerFencedError` among them."""
         connection = where.connect()
         try:
             hello = m.Hello(purpose=purpose, **msgspec.structs.asdict(who))

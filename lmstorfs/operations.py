@@ -1,0 +1,121 @@
+"""What the control socket's operations do; each is asked by one of the commands in `cli*.py`."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import trio
+
+from lmstorfs import __version__
+from lmstorfs.catalog import SqliteCatalog
+from lmstorfs.checkpoint import Flusher
+from lmstorfs.checkpoint.mirror.client import Mirror
+from lmstorfs.config import MountConfig
+from lmstorfs.control import Handler, Progress
+from lmstorfs.draining import Drainer
+from lmstorfs.errors import SetupError
+from lmstorfs.fuse.mounting import unmount_fuse
+from lmstorfs.report import Report
+from lmstorfs.waiting import Waiter
+
+
+class ControlOperations:
+    """The operations of one mount."""
+
+    def __init__(
+        self,
+        config: MountConfig,
+        catalog: SqliteCatalog,
+        flusher: Flusher,
+        mirror: Mirror | None,
+        drainer: Drainer,
+        report: Report,
+    ) -> None:
+        self._config = config
+        self._catalog = catalog
+        self._flusher = flusher
+        self._mirror = mirror
+        self._drainer = drainer
+        self._report = report
+        self.drain_at_end = True
+        """Whether what is dirty is brought to the store once the mount is gone."""
+
+    def handlers(self) -> dict[str, Handler]:
+        """Return what does each operation."""
+        return {
+            "status": self._status,
+            "checkpoints": self._checkpoints,
+            "sync": self._sync,
+            "unmount": self._unmount,
+            "wait": self._wait,
+        }
+
+    async def _status(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        return self._report.status(os.getpid(), __version__)
+
+    async def _checkpoints(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        return {"checkpoints": self._report.checkpoints()}
+
+    async def _sync(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        paths = [_relative(path, self._config.mountpoint) for path in request.get("paths", [])]
+        return dict(msgspec.to_builtins(await self._drainer.drain(paths, progress)))
+
+    async def _wait(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        path = _relative(request["path"], self._config.mountpoint)
+        waiter = Waiter(self._catalog, self._flusher, self._mirror)
+        with trio.move_on_after(request.get("give_up_s") or float("inf")):
+            return await waiter.wait(path, str(request["copies"]), progress)
+        raise SetupError(
+            f"{request['path']} has not enough copies after {request['give_up_s']:.0f} s; "
+            "lmstorfs status says why"
+        )
+
+    async def _catch_up(self) -> None:
+        """Let the requests that the kernel queued before this one come first (a RELEASE)."""
+        await trio.to_thread.run_sync(os.statvfs, self._config.mountpoint, abandon_on_cancel=True)
+
+    async def _unmount(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        drain = bool(request.get("drain", True))
+        self._report.state = "draining"
+        try:
+            if drain:
+                await self._catch_up()
+                await self._drainer.drain([], progress)
+            self.drain_at_end = drain
+            await trio.to_thread.run_sync(
+                lambda: unmount_fuse(self._config.mountpoint, lazy=False), abandon_on_cancel=True
+            )
+        except OSError as error:
+            raise SetupError(_busy(self._config.mountpoint, error)) from error
+        finally:
+            self._report.state = "ready"
+        return {"unmounted": True, "torn": self._report.torn()}
+
+
+def _relative(path: str, mountpoint: str) -> str:
+    relative = os.path.relpath(path, mountpoint)
+    if relative == ".." or relative.startswith("../"):
+        raise SetupError(f"{path} is not below {mountpoint}")
+    return "" if relative == "." else relative
+
+
+def _busy(mountpoint: str, error: OSError) -> str:
+    users = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdecimal() and _uses(process, mountpoint):
+            users.append(f"{(process / 'comm').read_text().strip()} ({process.name})")
+    who = f"; in use by {', '.join(users)}" if users else ""
+    return f"{mountpoint} cannot be unmounted: {error.strerror}{who}; stop them and try again"
+
+
+def _uses(process: Path, mountpoint: str) -> bool:
+    links = [process / "cwd", process / "root"]
+    try:
+        links += (process / "fd").iterdir()
+        targets = [str(link.readlink()) for link in links]
+    except OSError:
+        return False  # it ended meanwhile
+    return any(target == mountpoint or target.startswith(mountpoint + "/") for target in targets)
