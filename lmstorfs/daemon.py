@@ -23,7 +23,8 @@ from lmstorfs.catalog import Merger
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
 from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.ladder import Ladder
-from lmstorfs.checkpoint.mirror.client import Growing, Mirror
+from lmstorfs.checkpoint.mirror.client import Mirror
+from lmstorfs.checkpoint.mirror.streams import Growing
 from lmstorfs.checkpoint.recovery import adopt, note_closed
 from lmstorfs.config import PARTS, MountConfig, read_config
 from lmstorfs.control import ControlServer
@@ -120,6 +121,10 @@ class Daemon:
             replica_source(config, self.catalog),
             read_timeout_s=config.read_timeout_s,
         )
+        self.ladder.on_brought = self.flusher.look_again
+        self.flusher.on_suspect = self.ladder.suspect
+        if self.mirror is not None:
+            self.mirror.on_suspect = self.ladder.suspect
         self.opened = OpenFiles(
             self.catalog,
             self.placement,

@@ -9,6 +9,7 @@ its next version. What names must become of stored objects is `namesync.py`'s.
 import os
 import stat
 import time
+from collections.abc import Callable
 
 import msgspec
 import structlog
@@ -17,6 +18,7 @@ import trio
 from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.sqlite import SqliteCatalog
 from lmstorfs.checkpoint.fence import Fence
+from lmstorfs.checkpoint.flight import Flight, FlushStatistics, attributes_of
 from lmstorfs.checkpoint.health import Backoff, StoreHealth
 from lmstorfs.errors import FencedError, StoreError, StoreUnreachableError, SupersededError
 from lmstorfs.store import Attributes, Kind, ObjectInfo, Store
@@ -30,41 +32,6 @@ _THE_STORE = 0  # no inode's number: the wait that holds for all
 _BATCH = 256  # rows looked at in one go
 _LOOK_EVERY_S = 0.02
 _IDLE_S = 30.0  # the longest sleep: only a net under missed wakes
-
-
-class Flight(msgspec.Struct):
-    """One version on its way."""
-
-    key: str
-    version: int
-    size: int
-    scope: trio.CancelScope
-    moved: int = 0
-
-
-class FlushStatistics(msgspec.Struct, frozen=True, kw_only=True):
-    """What the flusher has done and is doing."""
-
-    in_flight: int
-    in_flight_bytes: int
-    in_flight_moved: int
-    stored_files: int
-    stored_bytes: int
-    superseded: int
-    cancelled: int
-
-
-def attributes_of(inode: Inode, xattrs: dict[bytes, bytes]) -> Attributes:
-    """Return what the store is to keep of an inode beside its content."""
-    return Attributes(
-        mode=inode.mode,
-        uid=inode.uid,
-        gid=inode.gid,
-        mtime_ns=inode.version_mtime_ns if inode.is_file else inode.mtime_ns,
-        digest=inode.digest,
-        version=inode.version,
-        xattrs={os.fsdecode(name): value for name, value in xattrs.items()},
-    )
 
 
 class Flusher:
@@ -86,6 +53,8 @@ class Flusher:
         self._store = store
         self._pool = pool
         self._delay_s = delay_s
+        self.on_suspect: Callable[[int], None] = lambda ino: None
+        """Called where the tier's file shows a version whose content it has not."""
         self.health = StoreHealth()
         self.hurry = False  # drain: no version waits for its rename any more
         self.in_flight: dict[int, Flight] = {}
@@ -299,6 +268,13 @@ class Flusher:
         self._doubted.pop(inode.ino, None)
         self._superseded_count += 1
         self._superseded[inode.ino] = state
+        if is_there:  # nobody wrote, and yet it has another digest
+            self.on_suspect(inode.ino)
+
+    def look_again(self, ino: int) -> None:
+        """Another copy of the version was put into the tier."""
+        self._superseded.pop(ino, None)
+        self.wake()
 
     def _found(self, inode: Inode) -> os.stat_result | None:
         """Return what the tier shows of a file; None where no tier has it."""

@@ -11,7 +11,7 @@ for that file alone.
 
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import structlog
@@ -56,6 +56,11 @@ class Ladder:
         self._read_timeout_s = read_timeout_s
         self._under_way: dict[int, trio.Event] = {}
         self._missing: dict[int, None] = {}
+        self._started: set[int] = set()
+        self._suspects: dict[int, None] = {}
+        self._wake = trio.Event()
+        self.on_brought: Callable[[int], None] = lambda ino: None
+        """Called when a missing version is there again, or was given up."""
         self.from_mirror_files = 0
         self.from_store_files = 0
         self.lost: dict[int, str] = {}
@@ -215,15 +220,38 @@ class Ladder:
             else:
                 self._missing[row.ino] = None
 
+    def suspect(self, ino: int) -> None:
+        """Something else than the version was read from the inode's tier file."""
+        self._suspects[ino] = None
+        self._wake.set()
+
     async def run(self) -> None:
-        """Bring what is missing, the newest first; return when all of it was looked at."""
+        """Bring what is missing, the newest first, and look at suspects, until cancelled."""
         if self._source is not None:
             await self._look()
         limit = trio.CapacityLimiter(_AT_ONCE)
         async with trio.open_nursery() as nursery:
-            for ino in list(self._missing):
-                await limit.acquire_on_behalf_of(ino)
-                nursery.start_soon(self._bring_one, ino, limit)
+            while True:
+                self._wake = trio.Event()
+                while self._suspects:
+                    await self._examine(self._suspects.popitem()[0])
+                for ino in [ino for ino in self._missing if ino not in self._started]:
+                    await limit.acquire_on_behalf_of(ino)
+                    self._started.add(ino)
+                    nursery.start_soon(self._bring_one, ino, limit)
+                if not self._suspects:
+                    await self._wake.wait()
+
+    async def _examine(self, ino: int) -> None:
+        inode = self._catalog.find(ino)
+        tier = self._placement.tier(inode.tier) if inode is not None else None
+        if inode is None or tier is None or inode.writing or inode.nlink == 0:
+            return
+        try:
+            if not await self.is_right(inode, tier):
+                self._missing[ino] = None
+        except LostCopyError as error:
+            log.error("not to be recovered", ino=ino, error=str(error))
 
     async def _look(self) -> None:
         assert self._source is not None
@@ -256,6 +284,8 @@ class Ladder:
                     return
         finally:
             self._missing.pop(ino, None)
+            self._started.discard(ino)
+            self.on_brought(ino)
             limit.release_on_behalf_of(ino)
 
 

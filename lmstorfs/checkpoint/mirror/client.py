@@ -32,6 +32,7 @@ from lmstorfs.checkpoint.mirror.peer import (
     PeerFencedError,
     PeerFullError,
 )
+from lmstorfs.checkpoint.mirror.streams import Growing, Streams
 from lmstorfs.digest import BLOCK_BYTES, digest_blocks
 from lmstorfs.errors import PeerError, SetupError
 from lmstorfs.tiers import Placement
@@ -47,15 +48,6 @@ _GROWTH_LOOK_S = 0.01
 _IDLE_LOOK_S = 1.0
 _SIGN_OF_LIFE_S = 15.0
 _FULL_PAUSE_S = 1.0
-
-
-class Growing(msgspec.Struct, frozen=True):
-    """A file that is open for writing."""
-
-    ino: int
-    size: int
-    anew: bool
-    """Whether its content began anew with this open: none of it is in an older version."""
 
 
 class MirrorStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,11 +78,10 @@ class Mirror:
         self._placement = placement
         self._where = where
         self._who = who
-        self._growing = growing
         self._announce = announce
         self._changes = Changes(catalog.db)
         self._backlog = Backlog(catalog)
-        self._streams: dict[int, _Stream] = {}
+        self._streams = Streams(catalog, placement, growing, self._backlog.waits)
         self._sequence = int(catalog.db.meta("sequence") or 0)
         self._acknowledged = 0  # the last sequence that this daemon heard of; 0: none
         self._wake = trio.Event()
@@ -99,8 +90,8 @@ class Mirror:
         self._since = time.time()
         self._full = False
         self._heard = 0.0
-        self.corrupt: Callable[[int, int], None] = lambda ino, version: None
-        """Called with inode and version where the tier's copy has another digest."""
+        self.on_suspect: Callable[[int], None] = lambda ino: None
+        """Called where the tier's file shows a version whose content it has not."""
         self.on_fenced: Callable[[str], None] = lambda reason: None
         """Called where the peer says that another node has taken over."""
 
@@ -185,8 +176,6 @@ class Mirror:
         finally:
             self._peer = None
             peer.close()
-            for stream in self._streams.values():
-                stream.close()
             self._streams.clear()
             self._backlog.disconnected()
 
@@ -210,7 +199,7 @@ class Mirror:
             await self._send_group(peer, group)
         elif not await self._send_growth(peer):
             self._wake = trio.Event()
-            with trio.move_on_after(_GROWTH_LOOK_S if self._growing() else _IDLE_LOOK_S):
+            with trio.move_on_after(_GROWTH_LOOK_S if self._streams.any_growing else _IDLE_LOOK_S):
                 await self._wake.wait()
             if trio.current_time() - self._heard > _SIGN_OF_LIFE_S:
                 await self._rows(peer, m.Rows(sequence=self._acknowledged, rows=[]))
@@ -288,7 +277,7 @@ class Mirror:
             for version in rotten:
                 os.close(version.fd)
                 self._backlog.give_up(version.ino, version.version)
-                self.corrupt(version.ino, version.version)
+                self.on_suspect(version.ino)
             if not group:
                 return
             if self._changes.pending():  # the rows that name them
@@ -342,8 +331,7 @@ class Mirror:
                 self._full = False
                 self._problem = None
                 self._backlog.mirrored(version.ino, version.version)
-                if stream := self._streams.pop(version.ino, None):
-                    stream.close()
+                self._streams.forget(version.ino)
             elif isinstance(failure, PeerFullError):
                 self._is_full([], failure)
             elif isinstance(failure, DiffersError):
@@ -361,50 +349,12 @@ class Mirror:
         self._problem = f"mirror {self._where.address}: {error}"
         self._backlog.pause(_FULL_PAUSE_S)
 
-    # --- what is being written ---------------------------------------------------------------
-
     async def _send_growth(self, peer: Peer) -> bool:
         """Send what writers have added since the last look; False: nothing worth it."""
-        growing = {file.ino: file for file in self._growing()}
-        for ino in [ino for ino in self._streams if ino not in growing]:
-            if not self._backlog.waits(ino):
-                self._streams.pop(ino).close()
         if self._full:
             return False
         sent = False
-        for ino, file in growing.items():
-            stream = self._streams.get(ino) or self._stream(file)
-            if stream is None:
-                continue
-            start = stream.sent = min(stream.sent, file.size // BLOCK_BYTES * BLOCK_BYTES)
-            count = min((file.size - start) // BLOCK_BYTES * BLOCK_BYTES, SLICE_BYTES)
-            if count:
-                await self._blocking(peer.data, ino, stream.fd, start, count)
-                stream.sent = start + count
-                sent = True
+        for piece in self._streams.slices():
+            await self._blocking(peer.data, piece.ino, piece.fd, piece.start, piece.count)
+            sent = True
         return sent
-
-    def _stream(self, file: Growing) -> "_Stream | None":
-        inode = self._catalog.find(file.ino)
-        tier = self._placement.tier(inode.tier) if inode is not None else None
-        if tier is None:
-            return None
-        try:
-            fd = os.open(tier.path(file.ino), os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return None
-        # What an older version may have too is compared by digest once the file is closed.
-        sent = 0 if file.anew else file.size // BLOCK_BYTES * BLOCK_BYTES
-        stream = self._streams[file.ino] = _Stream(fd, sent)
-        return stream
-
-
-class _Stream:
-    """A file that is sent while it grows."""
-
-    def __init__(self, fd: int, sent: int) -> None:
-        self.fd = fd
-        self.sent = sent
-
-    def close(self) -> None:
-        os.close(self.fd)
