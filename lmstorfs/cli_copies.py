@@ -13,6 +13,7 @@ from lmstorfs.mounts import Mount, locate, only_mount
 from lmstorfs.units import format_size
 
 STATUS_TIMEOUT_S = 30.0
+LATEST_TIMEOUT_S = 300.0  # it may have to look through the store
 
 copies = typer.Typer()
 
@@ -48,14 +49,12 @@ def latest(
 ) -> None:
     """Print the path of the newest complete checkpoint at or below PATH, for --resume."""
     found, below = locate(path)
-    answer = ControlClient(found.state).call("checkpoints", timeout=STATUS_TIMEOUT_S)
-    for checkpoint in answer["checkpoints"]:
-        candidate = os.path.join(found.mountpoint, checkpoint["path"])  # noqa: PTH118 - bytes stay
-        within = f"{candidate}/".startswith(below.rstrip("/") + "/")
-        if within and checkpoint["complete"] and checkpoint["weights"]:
-            console.say_path(candidate)
-            return
-    raise SetupError(f"no complete checkpoint was written to {below}; see lmstorfs checkpoints")
+    client = ControlClient(found.state)
+    newest = client.call("latest", timeout=LATEST_TIMEOUT_S, path=below)["path"]
+    if newest is not None:
+        console.say_path(os.path.join(found.mountpoint, newest))  # noqa: PTH118 - bytes stay
+        return
+    raise SetupError(f"there is no complete checkpoint in {below}; see lmstorfs checkpoints")
 
 
 @copies.command(epilog="Examples:\n\n  lmstorfs sync\n\n  lmstorfs sync /ckpt/run-7/step-3000")

@@ -26,6 +26,7 @@ from lmstorfs.checkpoint.ladder import Ladder
 from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.checkpoint.mirror.streams import Growing
 from lmstorfs.checkpoint.recovery import adopt, note_closed
+from lmstorfs.checkpoint.seals import Seals
 from lmstorfs.config import PARTS, MountConfig, read_config
 from lmstorfs.control import ControlServer
 from lmstorfs.dataset import Fetcher
@@ -51,6 +52,7 @@ from lmstorfs.fuse.space import SpaceReport
 from lmstorfs.logs import configure
 from lmstorfs.operations import ControlOperations
 from lmstorfs.report import Report
+from lmstorfs.searching import StoreSearch
 from lmstorfs.store import open_store
 from lmstorfs.store.pool import WorkerPool
 from lmstorfs.tiers import Placement
@@ -166,7 +168,13 @@ class Daemon:
         )
         self.report.restarts = restarts
         self.control = ControlOperations(
-            config, self.catalog, self.flusher, self.mirror, self.drainer, self.report
+            config,
+            self.catalog,
+            self.flusher,
+            self.mirror,
+            self.drainer,
+            self.report,
+            StoreSearch(self.catalog, self.refresher),
         )
         self._signals = 0
 
@@ -215,6 +223,7 @@ class Daemon:
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
             nursery.start_soon(self.ladder.run)
+            nursery.start_soon(Seals(self.catalog, self.flusher).run)
             for peer in (self.mirror, self.replicas):
                 if peer is not None:
                     nursery.start_soon(peer.run)

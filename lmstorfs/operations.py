@@ -17,6 +17,7 @@ from lmstorfs.draining import Drainer
 from lmstorfs.errors import SetupError
 from lmstorfs.fuse.mounting import unmount_fuse
 from lmstorfs.report import Report
+from lmstorfs.searching import StoreSearch
 from lmstorfs.waiting import Waiter
 
 
@@ -31,6 +32,7 @@ class ControlOperations:
         mirror: Mirror | None,
         drainer: Drainer,
         report: Report,
+        search: StoreSearch,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -38,6 +40,7 @@ class ControlOperations:
         self._mirror = mirror
         self._drainer = drainer
         self._report = report
+        self._search = search
         self.drain_at_end = True
         """Whether what is dirty is brought to the store once the mount is gone."""
 
@@ -46,6 +49,7 @@ class ControlOperations:
         return {
             "status": self._status,
             "checkpoints": self._checkpoints,
+            "latest": self._latest,
             "sync": self._sync,
             "unmount": self._unmount,
             "wait": self._wait,
@@ -56,6 +60,15 @@ class ControlOperations:
 
     async def _checkpoints(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         return {"checkpoints": self._report.checkpoints()}
+
+    async def _latest(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        below = _relative(request["path"], self._config.mountpoint)
+        for checkpoint in self._report.checkpoints():
+            within = f"{checkpoint['path']}/".startswith(f"{below}/" if below else "")
+            if within and checkpoint["complete"] and checkpoint["weights"]:
+                return {"path": checkpoint["path"]}
+        return {"path": await self._search.newest(below)}
 
     async def _sync(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()

@@ -68,6 +68,16 @@ class Checkpoint(msgspec.Struct, kw_only=True):
         return "mirrored" if self.copies.mirror else "written"
 
 
+def holds_weights(path: str) -> bool:
+    """Whether the file at `path` is of a kind that weights are kept in; a log is not."""
+    return path.endswith(_WEIGHTS)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a checkpoint's name says that it is not meant to be used yet."""
+    return _TEMPORARY.search(name.rpartition("/")[2]) is not None
+
+
 def checkpoint_of(path: str) -> str:
     """Return the path of the checkpoint that the file at `path` belongs to."""
     *folders, name = path.split("/")
@@ -112,8 +122,8 @@ def group(
                 continue
             checkpoint = found[name] = Checkpoint(path=name, copies=Copies())
         _add(checkpoint, inode, is_open(inode.ino), mirror_has(inode.ino, inode.version))
-        checkpoint.weights |= path.endswith(_WEIGHTS)
-        if _TEMPORARY.search(name.rpartition("/")[2]):
+        checkpoint.weights |= holds_weights(path)
+        if is_temporary(name):
             checkpoint.complete = False
     return sorted(found.values(), key=lambda checkpoint: -checkpoint.closed_at)
 

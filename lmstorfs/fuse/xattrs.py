@@ -10,6 +10,7 @@ from lmstorfs.fuse.handlers import Handlers, handler
 
 _VALUE_MAX_BYTES = 64 << 10  # XATTR_SIZE_MAX of linux/limits.h
 _NAMESPACES = (b"user.", b"trusted.")
+_OWN = b"user.lmstorfs."  # what we note for ourselves; not to be seen, copied or set
 
 
 class XattrOperations(Handlers):
@@ -42,7 +43,7 @@ class XattrOperations(Handlers):
     @handler
     async def listxattr(self, inode: int, ctx: pyfuse3.RequestContext) -> Sequence[bytes]:
         """Tell the names of the extended attributes."""
-        return list(self._catalog.xattrs(inode))
+        return [name for name in self._catalog.xattrs(inode) if not name.startswith(_OWN)]
 
     @handler
     async def removexattr(self, inode: int, name: bytes, ctx: pyfuse3.RequestContext) -> None:
@@ -58,5 +59,7 @@ class XattrOperations(Handlers):
     def _check_xattr(self, name: bytes, ctx: pyfuse3.RequestContext) -> None:
         if not name.startswith(_NAMESPACES):
             raise NamespaceError(errno.EOPNOTSUPP)
+        if name.startswith(_OWN):
+            raise NamespaceError(errno.EPERM)
         if name.startswith(b"trusted.") and ctx.uid != 0:
             raise NamespaceError(errno.EPERM)

@@ -88,7 +88,7 @@ def test_the_latest_checkpoint_is_the_newest_complete_one(mountpoint: Path) -> N
     done = run("latest", mountpoint)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
-        f"lmstorfs: no complete checkpoint was written to {mountpoint}; see lmstorfs checkpoints\n"
+        f"lmstorfs: there is no complete checkpoint in {mountpoint}; see lmstorfs checkpoints\n"
     )
     odd = os.fsdecode(b"run-b\xff/step_1")
     for path in ("run-a/step_10/model.pt", "run-a/step_9/model.pt", f"{odd}/model.pt"):
