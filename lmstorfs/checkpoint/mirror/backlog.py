@@ -83,8 +83,8 @@ class Backlog:
 
     def add(self, ino: int, version: int, blocks: bytes | None) -> None:
         """The mirror is to have this version."""
-        known = self._waiting.get(ino)
-        if self.held.get(ino) == version or (known is not None and known.version > version):
+        known = self._waiting.get(ino) or self._flying.get(ino)
+        if self.held.get(ino) == version or (known is not None and known.version >= version):
             return
         inode = self._catalog.find(ino)
         if inode is None or inode.version != version:

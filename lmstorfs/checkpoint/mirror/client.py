@@ -31,6 +31,7 @@ from lmstorfs.checkpoint.mirror.peer import (
     PeerAddress,
     PeerFencedError,
     PeerFullError,
+    UnknownReplicaError,
 )
 from lmstorfs.checkpoint.mirror.streams import Growing, Streams
 from lmstorfs.digest import BLOCK_BYTES, digest_blocks
@@ -336,6 +337,8 @@ class Mirror:
                 self._is_full([], failure)
             elif isinstance(failure, DiffersError):
                 self._backlog.again(version.ino, version.version)
+            elif isinstance(failure, UnknownReplicaError):
+                self._backlog.give_up(version.ino, version.version)
             else:
                 raise failure
         self._announce()

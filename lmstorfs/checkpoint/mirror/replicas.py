@@ -240,11 +240,14 @@ class Origin:
             return missing
         return part.copy_from(self._path(offer.ino), last[0], missing, offer)
 
-    def commit(self, ino: int, version: int) -> bool:
-        """Make the offered version the replica; False where a block is not what was offered."""
+    def commit(self, ino: int, version: int) -> bool | None:
+        """Make the offered version the replica; False where a block is not what was offered.
+
+        None where nothing was offered, or the file was deleted meanwhile.
+        """
         part = self._parts.get(ino)
         if part is None or part.offered is None or part.offered.version != version:
-            raise PeerProtocolError(f"nothing was offered of inode {ino}, version {version}")
+            return None
         offer = part.offered
         if not part.is_whole(offer):
             return False

@@ -245,7 +245,12 @@ class _Session:
                 self._full.discard(request.ino)
                 return m.Wanted(blocks=self._origin.offer(request))
             case m.Commit(ino=ino, version=version):
-                if self._origin.commit(ino, version):
+                whole = self._origin.commit(ino, version)
+                if whole is None:
+                    return m.Refused(
+                        reason="nothing was offered, or it was deleted", code="unknown"
+                    )
+                if whole:
                     return m.Committed(ino=ino, version=version)
                 if ino in self._full:
                     return m.Refused(reason="the mirror's RAM is full", code="full")
