@@ -2,15 +2,17 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from lmstorfs import mounts
 from lmstorfs.settings import from_file
 from tests.mounting import Mount
-from tests.s3servers import rclone_s3
+from tests.s3servers import free_port, rclone_s3
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -27,52 +29,96 @@ def commands() -> list[list[str]]:
     return [words for line in lines if (words := shlex.split(line, comments=True))]
 
 
+class Sandbox:
+    """Runs the README's commands with its places moved into a folder."""
+
+    def __init__(self, folder: Path, places: dict[str, str]) -> None:
+        self.folder = folder
+        self.mount = Mount(folder, environment={"XDG_STATE_HOME": str(folder / "home")})
+        self.places = {**places, "/ckpt": str(self.mount.path)}
+        self.mirror: subprocess.Popen[str] | None = None
+
+    def moved(self, word: str) -> str:
+        if word.startswith("/ckpt/"):
+            return self.places["/ckpt"] + word.removeprefix("/ckpt")
+        return self.places.get(word, word)
+
+    def run(self, words: list[str]) -> None:
+        """Run one command; a mount begins afresh, and a checkpoint that is named is there."""
+        if words[0] == "install":
+            line = shlex.join(words).replace("'<(head'", "<(head").replace("'|'", "|")
+            line = line.replace("'base64)'", "base64)")
+            subprocess.run(["bash", "-c", line], check=True)
+            return
+        words = [self.moved(word) for word in words[1:]]
+        if words[0] == "mirror":
+            self.begin_mirror(words)
+            return
+        if "--recover-from" in words:
+            self.lose_node()
+        elif words[0] == "mount":
+            self.mount.run("unmount", self.mount.path)
+        elif words[0] in ("sync", "wait"):
+            Path(words[1]).mkdir(exist_ok=True)
+            (Path(words[1]) / "model.pt").write_bytes(b"x")
+        done = self.mount.run(*words)
+        assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+
+    def begin_mirror(self, words: list[str]) -> None:
+        command = [sys.executable, "-m", "lmstorfs.cli", *words]
+        self.mirror = subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=self.mount.environment
+        )
+        assert self.mirror.stdout is not None
+        assert self.mirror.stdout.readline().startswith("keeping replicas at ")
+
+    def lose_node(self) -> None:
+        """The node that the README's mount runs on is gone, with all that it had."""
+        for state in self.states():
+            self.mount.state = state
+            self.mount.clean_up()
+            shutil.rmtree(state)
+
+    def states(self) -> list[Path]:
+        home = self.folder / "home" / "lmstorfs"
+        return [path for path in home.glob("*") if path.name != "~mirror"]
+
+    def clean_up(self) -> None:
+        self.mount.run("unmount", self.mount.path)
+        self.lose_node()
+        if self.mirror is not None:
+            self.mirror.terminate()
+            self.mirror.wait(30)
+        ram = self.folder / "home" / "lmstorfs" / "~mirror" / "ram"
+        while mounts.mounted_at(str(ram)):
+            mounts.detach(str(ram))
+
+
 def test_every_command_works(tmp_path: Path) -> None:
-    mount = Mount(tmp_path, environment={"XDG_STATE_HOME": str(tmp_path / "home")})
     (tmp_path / "nfs").mkdir()
     ran = []
     with rclone_s3(tmp_path / "s3") as server:
         places = {
-            "/ckpt": str(mount.path),
             "/nfs/team/ckpt": str(tmp_path / "nfs"),
             "s3://bucket/run-7": f"s3://{server.bucket}/run-7",
             "endpoint=http://127.0.0.1:9000": f"endpoint={server.endpoint}",
             "64G": "64M",
+            "256G": "64M",
+            "10.0.0.2:7070": f"127.0.0.1:{free_port()}",
+            "/etc/lmstorfs.key": str(tmp_path / "key"),
         }
+        sandbox = Sandbox(tmp_path, places)
         try:
             for words in commands():
                 if words[0] in SCRIPTS:
                     continue
-                assert words[0] == "lmstorfs", words
-                run_one(mount, [sandboxed(word, places) for word in words[1:]])
+                assert words[0] in ("lmstorfs", "install"), words
+                sandbox.run([sandbox.moved(word) for word in words])
                 ran.append(words[1])
         finally:
-            clean_up(mount, tmp_path)
-    assert {"doctor", "mount", "status", "checkpoints", "sync", "latest", "unmount"} <= set(ran)
-
-
-def sandboxed(word: str, places: dict[str, str]) -> str:
-    if word.startswith("/ckpt/"):
-        return places["/ckpt"] + word.removeprefix("/ckpt")
-    return places.get(word, word)
-
-
-def run_one(mount: Mount, words: list[str]) -> None:
-    """Run one command; a mount begins afresh, and a checkpoint that is named is there."""
-    if words[0] == "mount":
-        mount.run("unmount", mount.path)
-    elif words[0] == "sync":
-        Path(words[1]).mkdir(exist_ok=True)
-        (Path(words[1]) / "model.pt").write_bytes(b"x")
-    done = mount.run(*words)
-    assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
-
-
-def clean_up(mount: Mount, folder: Path) -> None:
-    mount.run("unmount", mount.path)
-    for state in (folder / "home" / "lmstorfs").glob("*"):
-        mount.state = state
-        mount.clean_up()
+            sandbox.clean_up()
+    wanted = {"doctor", "mount", "status", "checkpoints", "sync", "latest", "unmount", "mirror"}
+    assert wanted | {"wait"} <= set(ran)
 
 
 @pytest.mark.parametrize("text", blocks("toml"))
