@@ -47,7 +47,7 @@ _RETRY_FIRST_S = 0.2
 _RETRY_MAX_S = 15.0
 _GROWTH_LOOK_S = 0.01
 _IDLE_LOOK_S = 1.0
-_SIGN_OF_LIFE_S = 15.0
+_SIGN_OF_LIFE_S = 5.0
 _FULL_PAUSE_S = 1.0
 
 
@@ -113,8 +113,8 @@ class Mirror:
         self._wake.set()
 
     def holds(self, ino: int, version: int) -> bool:
-        """Whether the peer holds this version, as far as this node knows."""
-        return self._backlog.held.get(ino) == version
+        """Whether the peer holds this version. One that does not answer may hold nothing."""
+        return self._peer is not None and self._backlog.held.get(ino) == version
 
     @property
     def connected(self) -> bool:
@@ -154,7 +154,7 @@ class Mirror:
                 return
             except (PeerError, SetupError, EOFError, OSError) as error:
                 self._failed(error)
-            if trio.current_time() - began > _RETRY_MAX_S:
+            if self._heard > began:
                 wait_s = _RETRY_FIRST_S
             await trio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _RETRY_MAX_S)
@@ -202,6 +202,7 @@ class Mirror:
             self._wake = trio.Event()
             with trio.move_on_after(_GROWTH_LOOK_S if self._streams.any_growing else _IDLE_LOOK_S):
                 await self._wake.wait()
+            peer.check()
             if trio.current_time() - self._heard > _SIGN_OF_LIFE_S:
                 await self._rows(peer, m.Rows(sequence=self._acknowledged, rows=[]))
 

@@ -106,6 +106,12 @@ class Peer:
         """End the connection; from any thread, also while another one waits on it."""
         self._connection.close()
 
+    def check(self) -> None:
+        """Raise `PeerError` where the mirror is gone; to be asked while nothing is under way."""
+        if self._connection.has_news():
+            answer = _received(self._connection)  # raises at the connection's end
+            raise PeerProtocolError(f"{type(answer).__name__} that nobody asked for")
+
     # --- replicating -------------------------------------------------------------------------
 
     def rows(self, batch: m.Rows) -> list[m.Held]:

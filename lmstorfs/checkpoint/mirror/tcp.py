@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import hmac
 import os
+import select
 import socket
 import struct
 import threading
@@ -106,6 +107,13 @@ class TcpConnection:
         while done < took:
             done += os.splice(self._pipe[0], fd, took - done, offset_dst=offset + done)
         return took
+
+    def has_news(self) -> bool:
+        """Whether something can be read, or the other end has gone."""
+        with self._using():
+            watch = select.poll()
+            watch.register(self._sock, select.POLLIN | select.POLLRDHUP)
+            return bool(watch.poll(0))
 
     def close(self) -> None:
         """End the connection.

@@ -39,6 +39,10 @@ class Connection(Protocol):
         """Take `count` bytes straight into a file, which grows as needed."""
         ...
 
+    def has_news(self) -> bool:
+        """Whether `receive` would return, or raise, at once."""
+        ...
+
     def close(self) -> None:
         """End the connection; wakes a thread that waits on it."""
         ...
