@@ -104,6 +104,12 @@ def mount(
             metavar="HOST:PORT", help="Take the place of a node that died, from its mirror."
         ),
     ] = None,
+    keep_replicas: Annotated[
+        str | None,
+        typer.Option(
+            metavar="K", help="Newest checkpoints that the mirror keeps once stored. Default: 2."
+        ),
+    ] = None,
     no_guard: Annotated[
         bool,
         typer.Option(
@@ -139,7 +145,8 @@ def mount(
     options: dict[str, Any] = {"store": store, "ram": ram, "ssd": ssd, "fsync": fsync}
     options |= {"state": state, "read_only": "true" if read_only else None}
     options |= {"mirror": mirror, "listen": listen, "secret_file": secret_file}
-    options |= {"recover_from": recover_from, "guard": "false" if no_guard else None}
+    options |= {"keep_replicas": keep_replicas, "recover_from": recover_from}
+    options |= {"guard": "false" if no_guard else None}
     given = settings.from_command_line(options, o or [])
     config = settings.load(validation.resolve_mountpoint(mountpoint), given)
     signal.signal(signal.SIGTERM, _terminated)

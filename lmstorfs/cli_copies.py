@@ -33,12 +33,14 @@ def choose(mountpoint: str | None) -> Mount:
 
 @copies.command(epilog="Examples:\n\n  lmstorfs checkpoints\n\n  lmstorfs checkpoints /ckpt --json")
 def checkpoints(mountpoint: MountArgument = None, json: JsonOption = False) -> None:
-    """Which checkpoints are safe, and where each has copies; newest first."""
+    """Which checkpoints are safe, where each has copies, and what each place could give back."""
     answer = ControlClient(choose(mountpoint).state).call("checkpoints", timeout=STATUS_TIMEOUT_S)
     if json:
         console.show_json(answer)
     else:
         console.output().print(console.checkpoint_table(answer["checkpoints"]))
+        if answer["checkpoints"]:
+            console.output().print(console.restorable(answer["newest"]))
 
 
 @copies.command(epilog="Example:\n\n  python train.py --resume $(lmstorfs latest /ckpt)")

@@ -151,6 +151,20 @@ def checkpoint_table(checkpoints: list[dict[str, Any]]) -> RenderableType:
     return table
 
 
+def restorable(newest: Json) -> RenderableType:
+    """Return which checkpoint each place could give back, should all faster ones be lost."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for place in COPIES:
+        path = newest.get(place)
+        if path is not None:
+            table.add_row(f"newest in {place}:", _printable(str(path)))
+    if not table.rows:
+        table.add_row("no place holds a complete checkpoint")
+    return Group(Text(), table)
+
+
 def _age(closed_at: Any) -> str:
     if closed_at is None:
         return "-"

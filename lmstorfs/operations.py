@@ -59,7 +59,8 @@ class ControlOperations:
         return self._report.status(os.getpid(), __version__)
 
     async def _checkpoints(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
-        return {"checkpoints": self._report.checkpoints()}
+        found = self._report.checkpoints()
+        return {"checkpoints": found, "newest": _newest_of_each(found)}
 
     async def _latest(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()
@@ -106,6 +107,17 @@ class ControlOperations:
         finally:
             self._report.state = "ready"
         return {"unmounted": True, "torn": self._report.torn()}
+
+
+def _newest_of_each(found: list[dict[str, Any]]) -> dict[str, str | None]:
+    """Return for each place the newest complete checkpoint that it holds whole."""
+    newest: dict[str, str | None] = dict.fromkeys(("ram", "ssd", "mirror", "store"))
+    for checkpoint in reversed(found):
+        if checkpoint["complete"] and checkpoint["weights"]:
+            for place, has_all in checkpoint["copies"].items():
+                if has_all:
+                    newest[place] = checkpoint["path"]
+    return newest
 
 
 def _relative(path: str, mountpoint: str) -> str:

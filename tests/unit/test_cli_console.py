@@ -158,3 +158,12 @@ def test_progress_off_a_terminal_prints_nothing(capfd: pytest.CaptureFixture[str
         update({"done_bytes": 1, "total_bytes": 2, "done_files": 0, "total_files": 1})
         update({"reason": "the store cannot be reached"})
     assert capfd.readouterr() == ("", "")
+
+
+def test_what_each_place_could_give_back_is_told() -> None:
+    text = rendered(console.restorable({"ram": "run/step-30", "ssd": None, "store": "run/step-20"}))
+    assert text.split("\n")[1:3] == [
+        "newest in ram:    run/step-30",
+        "newest in store:  run/step-20",
+    ]
+    assert "no place holds a complete checkpoint" in rendered(console.restorable({"ram": None}))
