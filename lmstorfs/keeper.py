@@ -89,7 +89,9 @@ class Keeper:
         restarts = 0
         while True:
             code = self.run_daemon(device, restarts)
-            if code in (NOTHING_LEFT, DIRTY_LEFT) or not self.has_served():
+            # The first one came so far that it answered commands, or there is no mount to keep.
+            served = restarts > 0 or (self.state / "control.sock").exists()
+            if code in (NOTHING_LEFT, DIRTY_LEFT) or not served:
                 return code
             now = time.monotonic()
             deaths = [death for death in deaths if now - death < DEATHS_WITHIN_S] + [now]
@@ -116,10 +118,6 @@ class Keeper:
         if self.asked is not None:
             self.daemon.send_signal(self.asked)
         return self.daemon.wait()
-
-    def has_served(self) -> bool:
-        """Whether a daemon came as far as to answer commands."""
-        return (self.state / "control.sock").exists()
 
     def stay_down(self, device: int, why: str) -> None:
         """Start no daemon any more; return when the mount is gone."""

@@ -26,8 +26,6 @@ from lmstorfs.logs import configure as configure_logs
 from lmstorfs.ramfs import mount_ram, unmount_ram
 from lmstorfs.units import format_size, parse_size
 
-_CATALOG_SHARE = 16  # of the tmpfs, beyond the budget: the copies of the catalogs
-
 
 class MirrorConfig(msgspec.Struct, frozen=True, kw_only=True):
     """What such a node is told."""
@@ -67,7 +65,7 @@ def run(config: MirrorConfig, ready: Callable[[str], None]) -> None:
     ram = config.state / PARTS["ram"]
     with _locked(config.state / PARTS["lock"]):
         try:
-            mount_ram(ram, config.ram_bytes + config.ram_bytes // _CATALOG_SHARE)
+            mount_ram(ram, config.ram_bytes)
         except MountError as error:
             raise SetupError(str(error)) from error
         held = 0

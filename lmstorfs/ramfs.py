@@ -18,11 +18,17 @@ from lmstorfs.fuse.mounting import (
 )
 
 
-def mount_ram(ram: Path, size_bytes: int) -> None:
+# Beside the files that the budget counts: the log of opens, and copies of other nodes' catalogs.
+_OWN_BYTES = 16 << 20
+_OWN_SHARE = 32
+
+
+def mount_ram(ram: Path, budget_bytes: int) -> None:
     """Mount a private tmpfs at `ram`, or take over the one that an earlier keeper left.
 
     Without the privilege to mount, a directory in /dev/shm stands in for it. Raises `MountError`.
     """
+    size_bytes = budget_bytes + _OWN_BYTES + budget_bytes // _OWN_SHARE
     if is_mountpoint(ram):
         flags = MS_REMOUNT | MS_NOSUID | MS_NODEV
         with contextlib.suppress(OSError):  # smaller than what it holds: the books hold it

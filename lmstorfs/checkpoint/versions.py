@@ -89,6 +89,15 @@ class Versions:
             with trio.move_on_after(_MIRROR_PATIENCE_S if not hurried else float("inf")):
                 await self._flusher.changed()
 
+    async def fsync_names(self) -> None:
+        """Do what the mount promises of fsync(2) for a directory.
+
+        The catalog has its names already; where a mirror answers, it is to have them too.
+        """
+        if self._mirror is not None and self._fsync != "ram":
+            with trio.move_on_after(self._fsync_timeout_s):
+                await self._mirror.names()
+
     def mapped(self, ino: int) -> None:
         """The file was closed but somebody still has it mapped for writing: watch it."""
         self._mapped.add(ino)

@@ -114,8 +114,10 @@ class Operations(XattrOperations):
     async def releasedir(self, fh: int) -> None:
         """Nothing is held for an open directory."""
 
+    @handler
     async def fsyncdir(self, fh: int, datasync: bool) -> None:
-        """Names are durable in the catalog when the call that made them returned."""
+        """Wait until the mirror has the names, too."""
+        await self._files.versions.fsync_names()
 
     @handler
     async def statfs(self, ctx: pyfuse3.RequestContext) -> pyfuse3.StatvfsData:

@@ -91,6 +91,8 @@ class Mirror:
         self._since = time.time()
         self._full = False
         self._heard = 0.0
+        self._sending_rows = False
+        self._rows_noted = trio.Event()
         self.on_suspect: Callable[[int], None] = lambda ino: None
         """Called where the tier's file shows a version whose content it has not."""
         self.on_fenced: Callable[[str], None] = lambda reason: None
@@ -115,6 +117,16 @@ class Mirror:
     def holds(self, ino: int, version: int) -> bool:
         """Whether the peer holds this version. One that does not answer may hold nothing."""
         return self._peer is not None and self._backlog.held.get(ino) == version
+
+    async def names(self) -> None:
+        """Return when the peer has all names and attributes as they are now, or is gone."""
+        pending = self._changes.pending()
+        if not pending and not self._sending_rows:
+            return
+        target = self._sequence + int(pending)
+        self._wake.set()
+        while self._peer is not None and self._acknowledged < target:
+            await self._rows_noted.wait()
 
     @property
     def connected(self) -> bool:
@@ -176,6 +188,8 @@ class Mirror:
                 await self._one_step(peer)
         finally:
             self._peer = None
+            self._sending_rows = False
+            self._tell_rows()
             peer.close()
             self._streams.clear()
             self._backlog.disconnected()
@@ -213,6 +227,7 @@ class Mirror:
 
     async def _send_rows(self, peer: Peer) -> None:
         first = self._acknowledged == 0
+        self._sending_rows = True
         while True:
             rows = self._changes.take(_ROWS_AT_ONCE)
             last = not self._changes.pending()
@@ -229,12 +244,18 @@ class Mirror:
             first = False
             if last:
                 self._acknowledged = self._sequence
+                self._sending_rows = False
+                self._tell_rows()
                 return
 
     async def _rows(self, peer: Peer, batch: m.Rows) -> None:
         dropped = await trio.to_thread.run_sync(peer.rows, batch, abandon_on_cancel=True)
         self._heard = trio.current_time()
         self._backlog.dropped(dropped)
+
+    def _tell_rows(self) -> None:
+        self._rows_noted.set()
+        self._rows_noted = trio.Event()
 
     # --- versions ----------------------------------------------------------------------------
 
