@@ -17,7 +17,6 @@ from lmstorfs.fuse.mounting import (
     unmount_dir,
 )
 
-
 # Beside the files that the budget counts: the log of opens, and copies of other nodes' catalogs.
 _OWN_BYTES = 16 << 20
 _OWN_SHARE = 32
