@@ -189,6 +189,7 @@ def show(
     verdicts: Sequence[Mapping[str, Any]],
     about: Mapping[str, Any],
     unit: Unit = GIB_PER_S,
+    unit_of_parts: Unit = SECONDS,
 ) -> None:
     """Print everything for people."""
     console = Console(width=TABLE_WIDTH, highlight=False)
@@ -220,13 +221,17 @@ def show(
     parts = [
         (
             f"{each.title}: {part}",
-            [in_unit(unit, case, results.part_seconds(case, each.name, part)) for case in cases],
+            [
+                in_unit(unit_of_parts, case, results.part_seconds(case, each.name, part))
+                for case in cases
+            ],
         )
         for each in ran
         for part in dict.fromkeys(p for _, name, p in results.parts if name == each.name)
     ]
     if parts:
-        show_table(console, f"What that is made of, {unit.heading}", cases, parts, unit.pattern)
+        heading = f"What that is made of, {unit_of_parts.heading}"
+        show_table(console, heading, cases, parts, unit_of_parts.pattern)
     ratios = [
         (label(results, over), [results.ratio(case, over) for case in cases])
         for over in comparisons
@@ -252,7 +257,7 @@ def show_table(
     pattern: str,
 ) -> None:
     table = Table(title=title, title_justify="left")
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for case in cases:
         table.add_column(case.title, justify="right")
     for name, values in rows:
