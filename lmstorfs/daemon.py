@@ -25,6 +25,7 @@ from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.ladder import Ladder
 from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.checkpoint.mirror.streams import Growing
+from lmstorfs.checkpoint.passed import PassedVersions
 from lmstorfs.checkpoint.recovery import adopt, note_closed
 from lmstorfs.checkpoint.seals import Seals
 from lmstorfs.config import PARTS, MountConfig, read_config
@@ -116,11 +117,13 @@ class Daemon:
             self.pool,
             read_timeout_s=config.read_timeout_s,
         )
+        merger = Merger(self.catalog, self._is_open, empty_shown=self.store.lists_empty_directories)
         self.ladder = Ladder(
             self.catalog,
             self.placement,
             self.fetcher,
             replica_source(config, self.catalog),
+            PassedVersions(self.catalog, merger, self.placement, self.store, self.flusher),
             read_timeout_s=config.read_timeout_s,
         )
         self.ladder.on_brought = self.flusher.look_again
@@ -139,11 +142,7 @@ class Daemon:
         self.replicas = replicas_kept(config)
         self.refresher = Refresher(
             self.catalog,
-            Merger(
-                self.catalog,
-                self._is_open,
-                empty_shown=self.store.lists_empty_directories,
-            ),
+            merger,
             self.placement,
             self.store,
             self.flusher.health,

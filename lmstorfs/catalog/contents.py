@@ -42,14 +42,15 @@ class Contents:
     def close_version(self, ino: int, size: int, mtime_ns: int, *, writing: bool) -> int:
         """What the tier holds is a new version; return its number."""
         now = time.time_ns()
-        self._db.execute(
-            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1, writing = ?,"
-            " version = version + 1, digest = NULL, closed_at = ?, version_size = ?,"
-            " version_mtime_ns = ? WHERE ino = ?",
-            (size, mtime_ns, now, int(writing), now / 1e9, size, mtime_ns, ino),
-        )
-        (version,) = self._db.execute("SELECT version FROM inodes WHERE ino = ?", (ino,)).fetchone()
-        return int(version)
+        with self._db.transaction():
+            version = self._db.next_version()
+            self._db.execute(
+                "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, sealed = 1, writing = ?,"
+                " version = ?, digest = NULL, closed_at = ?, version_size = ?,"
+                " version_mtime_ns = ? WHERE ino = ?",
+                (size, mtime_ns, now, int(writing), version, now / 1e9, size, mtime_ns, ino),
+            )
+        return version
 
     def set_times(self, ino: int, atime_ns: int, mtime_ns: int, *, of_version: bool) -> None:
         """Someone set the times; `of_version`: the content is still the newest version's."""

@@ -64,6 +64,7 @@ CREATE TABLE IF NOT EXISTS done (
 );
 CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 INSERT OR IGNORE INTO meta VALUES ('schema', '{SCHEMA_VERSION}');
+INSERT OR IGNORE INTO meta VALUES ('version', '1');
 """
 
 COLUMNS = ", ".join(f"i.{field}" for field in Inode.__struct_fields__)
@@ -183,6 +184,24 @@ class Database:
     def set_meta(self, key: str, value: str) -> None:
         """Note `value` under `key`."""
         self.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def next_version(self) -> int:
+        """Return a number higher than any version of any file so far.
+
+        So the versions of one name can be compared, whichever inodes had it.
+        """
+        row = self.execute(
+            "UPDATE meta SET value = CAST(value AS INTEGER) + 1 WHERE key = 'version'"
+            " RETURNING value"
+        ).fetchone()
+        return int(row[0])
+
+    def versions_reach(self, version: int) -> None:
+        """A version with this number was seen: those to come are higher."""
+        self.execute(
+            "UPDATE meta SET value = ? WHERE key = 'version' AND CAST(value AS INTEGER) < ?",
+            (version, version),
+        )
 
     def close(self) -> None:
         """Close the database; the write-ahead log is folded into it."""

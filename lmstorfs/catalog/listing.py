@@ -129,13 +129,16 @@ class Merger:
 
     def replace(self, inode: Inode, info: ObjectInfo) -> None:
         """Another content lies under the file's name in the store: a new version, theirs."""
+        if info.attributes is not None and info.attributes.version is not None:
+            self._catalog.db.versions_reach(info.attributes.version)
+        version = self._catalog.db.next_version()
         mtime_ns = info.attributes.mtime_ns if info.attributes else info.mtime_ns
         self._catalog.db.execute(
-            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, version = version + 1,"
-            " stored_version = version + 1, digest = ?, closed_at = NULL, tier = NULL,"
+            "UPDATE inodes SET size = ?, mtime_ns = ?, ctime_ns = ?, version = ?,"
+            " stored_version = ?, digest = ?, closed_at = NULL, tier = NULL,"
             " target = NULL, etag = ?, attrs_dirty = 0, needs_head = 1, version_size = ?,"
             " version_mtime_ns = ? WHERE ino = ?",
-            (info.size, mtime_ns, time.time_ns(),
+            (info.size, mtime_ns, time.time_ns(), version, version,
              info.attributes.digest if info.attributes else None, info.etag, info.size, mtime_ns,
              inode.ino),
         )  # fmt: skip

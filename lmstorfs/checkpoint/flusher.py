@@ -58,6 +58,8 @@ class Flusher:
         self.health = StoreHealth()
         self.hurry = False  # drain: no version waits for its rename any more
         self.in_flight: dict[int, Flight] = {}
+        self.held_back: set[int] = set()
+        """Inodes of which the store may hold a newer version than the catalog knows."""
         self._urgent: set[int] = set()
         # ino → (version, its mtime) whose content is gone; with another mtime it may be there
         self._superseded: dict[int, tuple[int, int]] = {}
@@ -188,7 +190,7 @@ class Flusher:
         """Return in how many seconds `inode` may start; None: not before something changes."""
         ino = inode.ino
         state = (inode.version, inode.version_mtime_ns)
-        if ino in self.in_flight or self._superseded.get(ino) == state:
+        if ino in self.in_flight or ino in self.held_back or self._superseded.get(ino) == state:
             return None
         if inode.is_file and inode.dirty and (inode.tier is None or inode.digest is None):
             return None  # lost with a tier (`status` counts it), or its digest is on its way

@@ -20,6 +20,7 @@ import trio
 from lmstorfs.catalog import Inode, SqliteCatalog
 from lmstorfs.checkpoint.mirror.peer import PeerFencedError, UnknownReplicaError
 from lmstorfs.checkpoint.mirror.source import ReplicaSource
+from lmstorfs.checkpoint.passed import PassedVersions
 from lmstorfs.dataset.fetcher import Fetcher
 from lmstorfs.digest import digest_fd
 from lmstorfs.errors import CorruptCopyError, DeadlineError, LmstorfsError, PeerError, SetupError
@@ -45,6 +46,7 @@ class Ladder:
         placement: Placement,
         fetcher: Fetcher,
         source: ReplicaSource | None,
+        passed: PassedVersions,
         *,
         read_timeout_s: float,
     ) -> None:
@@ -53,6 +55,7 @@ class Ladder:
         self._placement = placement
         self._fetcher = fetcher
         self._source = source
+        self._passed = passed
         self._read_timeout_s = read_timeout_s
         self._under_way: dict[int, trio.Event] = {}
         self._missing: dict[int, None] = {}
@@ -91,7 +94,8 @@ class Ladder:
                 return tier
         done = self._under_way[inode.ino] = trio.Event()
         try:
-            return await self._bring(inode)
+            await self._passed.look(inode.ino)
+            return await self._bring(self._catalog.get(inode.ino))
         finally:
             del self._under_way[inode.ino]
             done.set()
@@ -214,6 +218,7 @@ class Ladder:
     def want(self, inodes: Iterable[int]) -> None:
         """These have lost the tier that held them."""
         rows = [row for row in map(self._catalog.find, inodes) if row is not None]
+        self._passed.doubt([row.ino for row in rows if row.dirty])
         for row in sorted(rows, key=lambda row: -(row.closed_at or 0.0)):
             if self._source is None and row.dirty:
                 self.lost[row.ino] = self._catalog.path(row.ino) or f"inode {row.ino}"
@@ -231,6 +236,7 @@ class Ladder:
             await self._look()
         limit = trio.CapacityLimiter(_AT_ONCE)
         async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._passed.run)
             while True:
                 self._wake = trio.Event()
                 while self._suspects:

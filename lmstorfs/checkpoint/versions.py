@@ -88,6 +88,8 @@ class Versions:
                 hurried = True
             with trio.move_on_after(_MIRROR_PATIENCE_S if not hurried else float("inf")):
                 await self._flusher.changed()
+        if mirror is not None:
+            await mirror.names()  # a successor must not think that its older version is the newest
 
     async def fsync_names(self) -> None:
         """Do what the mount promises of fsync(2) for a directory.

@@ -79,7 +79,10 @@ class DirectoryStore(Store):
         """Check the root's mode and, by a file that is removed at once, that it takes files."""
         root = Path(self._root)
         if not root.exists():
-            raise SetupError(f"the store {root} does not exist; create it, or mount it first")
+            gone = StoreUnreachableError(f"{root} is not there")
+            raise SetupError(
+                f"the store {root} does not exist; create it, or mount it first"
+            ) from gone
         if not root.is_dir():
             raise SetupError(f"the store {root} is no directory; name a directory")
         if not os.access(root, os.R_OK | os.X_OK):

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from lmstorfs.checkpoint.mirror.handshake import MAGIC, NONCE_BYTES
-from lmstorfs.checkpoint.mirror.listener import STRANGERS_MAX, Listener
+from lmstorfs.checkpoint.mirror.handshake import MAGIC, NONCE_BYTES, prove_as_origin
+from lmstorfs.checkpoint.mirror.listener import PEERS_MAX, STRANGERS_MAX, Listener
 from lmstorfs.checkpoint.mirror.tcp import TcpConnection, connect, exactly
 from lmstorfs.checkpoint.mirror.transport import parse_address
 from lmstorfs.errors import PeerError
@@ -150,6 +150,75 @@ def served(address: tuple[str, int]) -> bool:
     except PeerError:
         return False
     return True
+
+
+def test_no_more_peers_than_allowed_come_in_even_all_at_once() -> None:
+    inside, leave = threading.Semaphore(0), threading.Event()
+
+    def handle(connection: TcpConnection) -> None:
+        inside.release()
+        leave.wait(30)
+
+    with contextlib.ExitStack() as stack, listening(handle) as address:
+        stack.callback(leave.set)
+        peers = [connect(*address, SECRET) for _ in range(PEERS_MAX - 1)]
+        crowd = [
+            stack.enter_context(socket.create_connection(address, 10)) for _ in range(STRANGERS_MAX)
+        ]
+        greetings = {knocking: exactly(knocking, GREETING_BYTES) for knocking in crowd}
+        for knocking in crowd:
+
+            def receive(count: int, knocking: socket.socket = knocking) -> bytes:
+                return greetings.pop(knocking, None) or exactly(knocking, count)
+
+            prove_as_origin(SECRET, knocking.sendall, receive)
+        for _ in range(PEERS_MAX):
+            assert inside.acquire(timeout=10)
+        dropped = [knocking for knocking in crowd if ended(knocking)]
+        assert len(dropped) == STRANGERS_MAX - 1
+        assert not inside.acquire(blocking=False)
+        leave.set()
+        for peer in peers:
+            peer.close()
+
+
+def ended(knocking: socket.socket) -> bool:
+    knocking.settimeout(0.5)
+    try:
+        return knocking.recv(1) == b""
+    except TimeoutError:
+        return False
+
+
+def test_no_thread_to_be_had_costs_one_connection_and_not_the_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with listening(echo) as address:
+        with monkeypatch.context() as scarce:
+            scarce.setattr(threading.Thread, "start", start)
+            with socket.create_connection(address, 10) as knocking:
+                assert knocking.recv(1) == b""
+        assert_good_clients_are_served(address)
+
+
+def test_a_bug_in_what_handles_a_peer_is_logged_and_harms_no_other() -> None:
+    def handle(connection: TcpConnection) -> None:
+        if connection.receive() == b"bug":
+            raise ZeroDivisionError
+        connection.send(b"hello")
+
+    with capture_logs() as logs, listening(handle) as address:
+        unlucky = connect(*address, SECRET)
+        unlucky.send(b"bug")
+        with pytest.raises(PeerError):
+            unlucky.receive()
+        assert_good_clients_are_served(address)
+    assert [(line["event"], line["log_level"]) for line in logs] == [
+        ("a connection failed", "error")
+    ]
 
 
 def test_those_who_are_dropped_are_logged_once_a_second_with_their_number() -> None:

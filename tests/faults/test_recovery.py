@@ -42,6 +42,7 @@ def test_a_new_node_has_every_fsynced_file_though_the_store_was_away(tmp_path: P
     with cluster(tmp_path) as site:
         old = site.node("old")
         old.start()
+        assert list(old.path.iterdir()) == []  # the store's root is known
         with site.store_away():
             wanted = {f"step-1/shard-{n}.bin": os.urandom(n * 3 * MIB + 7) for n in range(5)}
             (old.path / "step-1").mkdir()
@@ -336,17 +337,19 @@ def test_a_rotten_ram_copy_is_never_stored(tmp_path: Path) -> None:
 
 def test_a_rotten_only_copy_is_not_served(tmp_path: Path) -> None:
     with cluster(tmp_path) as site:
-        node = site.node("old", *SLOW, mirror="")
+        node = site.node("old", mirror="")
         node.start()
-        (node.path / "model.pt").write_bytes(b"x" * 100_000)
-        wait_for(lambda: "written" in node.run("checkpoints").stdout, "its digest is known")
-        node.kill()
-        flip(ram_file(node, 100_000), keep_time=True)
-        node.start()
-        with pytest.raises(OSError) as caught:  # noqa: PT011 - its errno is looked at
-            (node.path / "model.pt").read_bytes()
-        assert caught.value.errno == errno.EIO
-        assert node.status()["recovery"]["corrupt_copies"] == 1
+        assert list(node.path.iterdir()) == []  # the store's root is known
+        with site.store_away():
+            (node.path / "model.pt").write_bytes(b"x" * 100_000)
+            wait_for(lambda: node.status()["checkpoints"][0]["complete"], "its digest is known")
+            node.kill()
+            flip(ram_file(node, 100_000), keep_time=True)
+            node.start()
+            with pytest.raises(OSError) as caught:  # noqa: PT011 - its errno is looked at
+                (node.path / "model.pt").read_bytes()
+            assert caught.value.errno == errno.EIO
+            assert node.status()["recovery"]["corrupt_copies"] == 1
 
 
 def test_a_rotten_ssd_copy_is_replaced_by_the_stores(tmp_path: Path) -> None:

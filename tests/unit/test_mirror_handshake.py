@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,8 +101,10 @@ def test_a_short_secret_is_refused_with_how_to_make_one(tmp_path: Path, content:
 def test_a_secret_file_that_is_missing_or_none_is_told_of(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="cannot be read: No such file"):
         read_secret(tmp_path / "absent")
-    with pytest.raises(SetupError, match="cannot be read: Is a directory"):
-        read_secret(tmp_path)
+    os.mkfifo(tmp_path / "fifo", 0o600)
+    for path in (tmp_path, tmp_path / "fifo"):
+        with pytest.raises(SetupError, match=r"is no file|Is a directory"):
+            read_secret(path)
 
 
 @pytest.mark.parametrize("secret", [SECRET, None])
@@ -119,7 +122,7 @@ def test_a_client_with_another_secret_is_refused(wrong: bytes) -> None:
     handled: list[str] = []
     with (
         listening(lambda connection: handled.append(connection.peer)) as (host, port),
-        pytest.raises(PeerError),
+        pytest.raises(PeerRefusedError, match="both nodes need the same secret"),
     ):
         connect(host, port, wrong)
     assert handled == []
@@ -209,6 +212,22 @@ def test_a_mirror_that_is_not_there_or_says_nothing_is_told_of() -> None:
         with pytest.raises(PeerTimeoutError, match=f"{host}:{port} does not answer the handshake"):
             connect(host, port, SECRET, timeout_s=0.2)
         released.set()
+
+
+def test_a_mirror_that_drips_is_given_up_at_the_deadline() -> None:
+    def slowly(taken: socket.socket) -> None:
+        taken.settimeout(0.05)  # between two bytes
+        for byte in MAGIC + bytes(NONCE_BYTES):
+            with contextlib.suppress(TimeoutError):
+                taken.sendall(bytes([byte]))
+                if taken.recv(1) == b"":
+                    return
+
+    with false_mirror(slowly) as (host, port):
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError, match="does not answer the handshake"):
+            connect(host, port, SECRET, timeout_s=0.2)
+        assert time.monotonic() - began < 1
 
 
 # --- who may listen ------------------------------------------------------------------------------

@@ -14,7 +14,13 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from lmstorfs.errors import PeerProtocolError, PeerRefusedError, SetupError
+from lmstorfs.errors import (
+    PeerError,
+    PeerProtocolError,
+    PeerRefusedError,
+    PeerTimeoutError,
+    SetupError,
+)
 
 MAGIC = b"LMSTRFS\x01"  # the last byte is the protocol's version
 NONCE_BYTES = 32
@@ -36,7 +42,13 @@ def prove_as_origin(secret: bytes, send: Send, receive: Receive) -> tuple[bytes,
     nonce = os.urandom(NONCE_BYTES)
     nonces = greeting[len(MAGIC) :] + nonce
     send(MAGIC + nonce + _mac(secret, b"origin", nonces))
-    if not hmac.compare_digest(receive(_PROOF_BYTES), _mac(secret, b"mirror", nonces)):
+    try:
+        proof = receive(_PROOF_BYTES)
+    except PeerTimeoutError:
+        raise
+    except PeerError as error:  # it heard the proof and hung up
+        raise PeerRefusedError("the mirror refused; both nodes need the same secret") from error
+    if not hmac.compare_digest(proof, _mac(secret, b"mirror", nonces)):
         raise PeerRefusedError("the mirror does not know the secret")
     return _mac(secret, b"from origin", nonces), _mac(secret, b"from mirror", nonces)
 
@@ -64,12 +76,15 @@ def _check_magic(data: bytes) -> None:
 def read_secret(path: Path) -> bytes:
     """Return the secret in the file. Raises `SetupError` where others could read or guess it."""
     try:
-        found = path.stat()
-        secret = path.read_bytes().rstrip()
+        # O_NONBLOCK: a FIFO would be waited for; one open file, so that what is checked is read
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        with open(fd, "rb") as file:  # noqa: PTH123 - by its descriptor
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                raise SetupError(f"the secret file {path} is no file")
+            secret = file.read().rstrip()
     except OSError as error:
         raise SetupError(f"the secret file {path} cannot be read: {error.strerror}") from error
-    if not stat.S_ISREG(found.st_mode):
-        raise SetupError(f"the secret file {path} is no file")
     if found.st_mode & 0o077:
         raise SetupError(f"others can read the secret file {path}; run: chmod 600 {path}")
     if found.st_uid != os.geteuid() and os.geteuid() != 0:

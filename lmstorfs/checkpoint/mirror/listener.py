@@ -13,9 +13,9 @@ from collections.abc import Callable
 import structlog
 
 from lmstorfs.checkpoint.mirror import handshake
-from lmstorfs.checkpoint.mirror.tcp import TcpConnection, enlarge, prepare, set_timeout
+from lmstorfs.checkpoint.mirror.tcp import TcpConnection, enlarge, prepare, receiver
 from lmstorfs.checkpoint.mirror.transport import is_loopback
-from lmstorfs.errors import PeerError, PeerTimeoutError, SetupError
+from lmstorfs.errors import PeerError, SetupError
 
 log = structlog.get_logger()
 
@@ -72,14 +72,21 @@ class Listener:
                 self._say(peer, "too many connections")
                 continue
             thread = threading.Thread(target=self._greet, args=(sock, peer, handle), daemon=True)
-            with self._lock:
-                self._threads.add(thread)
-            thread.start()
+            try:
+                with self._lock:  # `close` joins only what was started
+                    thread.start()
+                    self._threads.add(thread)
+            except RuntimeError as error:  # the machine has no thread left: the next may have luck
+                with self._lock:
+                    self._strangers.discard(sock)
+                sock.close()
+                self._say(peer, str(error))
 
     def _greet(
         self, sock: socket.socket, peer: str, handle: Callable[[TcpConnection], None]
     ) -> None:
         connection = None
+        full = False
         try:
             connection = self._authenticate(sock, peer)
         except (PeerError, OSError) as error:
@@ -89,10 +96,16 @@ class Listener:
             with self._lock:
                 self._strangers.discard(sock)
                 if connection is not None and not self._closed:
-                    self._peers.add(connection)
+                    full = len(self._peers) >= PEERS_MAX  # others came in since it was accepted
+                    if not full:
+                        self._peers.add(connection)
         try:
-            if connection is not None and not self._closed:
+            if full:
+                self._say(peer, "too many connections")
+            elif connection is not None and not self._closed:
                 handle(connection)
+        except Exception as error:  # the thread's end: a bug is logged, and harms no other peer
+            log.error("a connection failed", peer=peer, exc_info=error)
         finally:
             if connection is not None:
                 connection.close()
@@ -102,25 +115,11 @@ class Listener:
                 self._threads.discard(threading.current_thread())
 
     def _authenticate(self, sock: socket.socket, peer: str) -> TcpConnection:
-        """Do the handshake within its time in all, however slowly the bytes drip."""
-        give_up = time.monotonic() + self._handshake_s
         prepare(sock)
-
-        def receive(count: int) -> bytes:
-            data = b""
-            while len(data) < count:
-                left = give_up - time.monotonic()
-                if left <= 0:
-                    raise PeerTimeoutError("no handshake came in time")
-                set_timeout(sock, max(left, 0.001))
-                try:
-                    data += _some(sock, count - len(data))
-                except BlockingIOError as error:
-                    raise PeerTimeoutError("no handshake came in time") from error
-            return data
-
-        keys = handshake.prove_as_mirror(self._secret, sock.sendall, receive)
-        return TcpConnection(sock, keys, peer)
+        receive = receiver(sock, self._handshake_s)
+        return TcpConnection(
+            sock, handshake.prove_as_mirror(self._secret, sock.sendall, receive), peer
+        )
 
     def _say(self, peer: str, reason: str) -> None:
         """Log at most once a second, however many knock."""
@@ -147,14 +146,6 @@ class Listener:
         give_up = time.monotonic() + _JOIN_S
         for thread in threads:
             thread.join(max(0.0, give_up - time.monotonic()))
-
-
-def _some(sock: socket.socket, most: int) -> bytes:
-    """Return what has come, up to `most` bytes. Raises `PeerError` at the end."""
-    data = sock.recv(most)
-    if not data:
-        raise PeerError("it went away before it proved the secret")
-    return data
 
 
 def _shut(sock: socket.socket) -> None:

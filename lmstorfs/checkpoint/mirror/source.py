@@ -14,6 +14,8 @@ from lmstorfs.errors import PeerError, SetupError
 
 log = structlog.get_logger()
 
+# The dead node may have made more versions, and have stored some, than its mirror heard of.
+_VERSIONS_UNSEEN = 1_000_000
 _CONNECTIONS = 2  # one keeps the link busy while the other's content is digested
 
 
@@ -110,6 +112,8 @@ def _make_own(path: Path, peer: Peer) -> None:
             db.set_meta("epoch", str(peer.welcome.epoch))
             db.set_meta("sequence", str(peer.welcome.sequence))
             db.set_meta("succeeded", "1")
+            (newest,) = db.execute("SELECT MAX(version) FROM inodes").fetchone()
+            db.versions_reach(int(newest or 0) + _VERSIONS_UNSEEN)
         db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     finally:
         db.close()

@@ -14,7 +14,8 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from lmstorfs.checkpoint.mirror import handshake
 from lmstorfs.checkpoint.mirror.transport import MESSAGE_MAX_BYTES
@@ -28,6 +29,7 @@ _SEND_BYTES = 8 << 20
 _PIPE_BYTES = 1 << 20
 _TIMEVAL = struct.Struct("ll")
 _TCP_USER_TIMEOUT = 18  # linux/tcp.h
+_SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33  # asm-generic/socket.h
 
 
 class TcpConnection:
@@ -99,7 +101,8 @@ class TcpConnection:
         """
         if self._pipe is None:
             self._pipe = os.pipe()
-            fcntl.fcntl(self._pipe[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+            with contextlib.suppress(PermissionError):  # the user has many pipes: a small one does
+                fcntl.fcntl(self._pipe[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         took = os.splice(self._sock.fileno(), self._pipe[1], most)
         if took == 0:
             raise PeerError("the connection ended in the middle of content")
@@ -175,6 +178,34 @@ def exactly(sock: socket.socket, count: int) -> bytes:
     return bytes(parts)
 
 
+def receiver(sock: socket.socket, timeout_s: float) -> Callable[[int], bytes]:
+    """Return what receives exactly so many bytes, all calls within `timeout_s` together.
+
+    However slowly the bytes drip. It raises `PeerTimeoutError`, `PeerError` at the end.
+    """
+    give_up = time.monotonic() + timeout_s
+
+    def receive(count: int) -> bytes:
+        data = b""
+        while len(data) < count:
+            left = give_up - time.monotonic()
+            if left <= 0:
+                raise PeerTimeoutError("no handshake came in time")
+            set_timeout(sock, max(left, 0.001))
+            try:
+                part = sock.recv(count - len(data))
+            except BlockingIOError as error:
+                raise PeerTimeoutError("no handshake came in time") from error
+            except ConnectionError as error:
+                raise PeerError(f"the connection broke: {error.strerror}") from error
+            if not part:
+                raise PeerError("it went away in the middle of the handshake")
+            data += part
+        return data
+
+    return receive
+
+
 def set_timeout(sock: socket.socket, seconds: float) -> None:
     """Let reads and writes of a blocking socket fail with EAGAIN after so long."""
     value = _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6))
@@ -190,9 +221,13 @@ def prepare(sock: socket.socket) -> None:
 
 
 def enlarge(sock: socket.socket) -> None:
-    """Give a socket buffers for a fast link; before it connects or listens."""
-    for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+    """Give a socket buffers for a fast link; before it connects or listens.
+
+    Without the privilege the kernel's own tuning is better than a size that it would cap.
+    """
+    for option in (_SO_SNDBUFFORCE, _SO_RCVBUFFORCE):
+        with contextlib.suppress(PermissionError):
+            sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
 
 
 def connect(host: str, port: int, secret: bytes, timeout_s: float = 5.0) -> TcpConnection:
@@ -210,10 +245,10 @@ def connect(host: str, port: int, secret: bytes, timeout_s: float = 5.0) -> TcpC
         sock.connect(address)
         prepare(sock)
         sock.settimeout(None)
-        set_timeout(sock, timeout_s)
-        keys = handshake.prove_as_origin(secret, sock.sendall, lambda count: exactly(sock, count))
+        receive = receiver(sock, timeout_s)
+        keys = handshake.prove_as_origin(secret, sock.sendall, receive)
         return TcpConnection(sock, keys, peer)
-    except BlockingIOError as error:
+    except PeerTimeoutError as error:
         sock.close()
         raise PeerTimeoutError(f"{peer} does not answer the handshake") from error
     except OSError as error:
