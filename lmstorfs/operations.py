@@ -83,7 +83,7 @@ class ControlOperations:
         with trio.move_on_after(request.get("give_up_s") or float("inf")):
             return await waiter.wait(path, str(request["copies"]), progress)
         raise SetupError(
-            f"{request['path']} has not enough copies after {request['give_up_s']:.0f} s; "
+            f"{request['path']} has not enough copies after {request['give_up_s']:g} s; "
             "lmstorfs status says why"
         )
 

@@ -57,10 +57,10 @@ class Report:
         """Return the answer to `status --json`."""
         reasons = self._reasons()
         state = self.state
-        if state == "ready" and self._ladder.missing:
-            state = "recovering"
         if state == "ready" and reasons:
             state = "degraded"
+        if state == "ready" and self._ladder.missing:
+            state = "recovering"
         return {
             "version": version,
             "mountpoint": self._config.mountpoint,
@@ -88,6 +88,7 @@ class Report:
                 "from_store_files": self._ladder.from_store_files,
                 "missing_files": self._ladder.missing,
                 "lost_files": len(self._ladder.lost),
+                "rolled_back_files": len(self._ladder.rolled_back),
                 "corrupt_copies": self._fetcher.reads.corrupt_copies,
             },
             "checkpoints": self.checkpoints(5),
@@ -104,6 +105,9 @@ class Report:
             found.append(mirror.reason)
         if self._ladder.lost:
             found.append(_name_some("no copy left", list(self._ladder.lost.values())))
+        if self._ladder.rolled_back:
+            what = "an older version serves, the newest was lost with its RAM"
+            found.append(_name_some(what, list(self._ladder.rolled_back.values())))
         torn = [path for path in self.adopted.torn if self._still_torn(path)]
         if torn:
             found.append(_name_some("was being written when the daemon died", torn))

@@ -66,7 +66,9 @@ class Waiter:
             return False
         if stored and copies != "2":
             return True  # the mirror lets go of what the store has
+        if copies == "store":
+            return False
         mirrored = self._mirror is not None and self._mirror.holds(inode.ino, inode.version)
         if copies == "mirror":
             return mirrored
-        return (inode.tier is not None) + mirrored + stored >= 2 or (stored and copies == "store")
+        return (inode.tier is not None) + mirrored + stored >= 2

@@ -52,6 +52,14 @@ class Contents:
             )
         return version
 
+    def roll_back(self, ino: int, version: int, size: int, digest: str) -> None:
+        """No copy is left of the newest version: an older one takes its place."""
+        self._db.execute(
+            "UPDATE inodes SET version = ?, size = ?, version_size = ?, digest = ?, sealed = 1,"
+            " writing = 0 WHERE ino = ?",
+            (version, size, size, digest, ino),
+        )
+
     def set_times(self, ino: int, atime_ns: int, mtime_ns: int, *, of_version: bool) -> None:
         """Someone set the times; `of_version`: the content is still the newest version's."""
         with self._db.transaction():

@@ -161,8 +161,10 @@ class Flusher:
             inode = self._catalog.find(ino)
             if inode is None or not (inode.dirty or inode.attrs_dirty):
                 self._urgent.discard(ino)
-            elif self._ready_in(inode) == 0:
+            elif (ready_in := self._ready_in(inode)) == 0:
                 self._start(inode, nursery)
+            elif ready_in is not None:
+                wait_s = min(wait_s, ready_in)
         while len(self.in_flight) < self._limit():
             batch = self._catalog.contents.dirty(_BATCH, offset)
             for inode in batch:

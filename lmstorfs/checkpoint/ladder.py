@@ -18,12 +18,20 @@ import structlog
 import trio
 
 from lmstorfs.catalog import Inode, SqliteCatalog
+from lmstorfs.checkpoint.mirror.messages import Replica
 from lmstorfs.checkpoint.mirror.peer import PeerFencedError, UnknownReplicaError
 from lmstorfs.checkpoint.mirror.source import ReplicaSource
 from lmstorfs.checkpoint.passed import PassedVersions
 from lmstorfs.dataset.fetcher import Fetcher
 from lmstorfs.digest import digest_fd
-from lmstorfs.errors import CorruptCopyError, DeadlineError, LmstorfsError, PeerError, SetupError
+from lmstorfs.errors import (
+    CorruptCopyError,
+    DeadlineError,
+    LmstorfsError,
+    PeerError,
+    SetupError,
+    StoreError,
+)
 from lmstorfs.tiers import Placement, Tier
 
 log = structlog.get_logger()
@@ -68,6 +76,8 @@ class Ladder:
         self.from_store_files = 0
         self.lost: dict[int, str] = {}
         """Inodes of which no copy is left, and their paths."""
+        self.rolled_back: dict[int, str] = {}
+        """Inodes of which an older version serves, since the newest was lost with its RAM."""
 
     @property
     def missing(self) -> int:
@@ -121,11 +131,39 @@ class Ladder:
             tier = await self._fetcher.fetch(inode)
             self.from_store_files += int(inode.ino in self._missing)
         else:
-            path = self._catalog.path(inode.ino) or f"inode {inode.ino}"
-            self.lost[inode.ino] = path
-            raise LostCopyError(f"{path}: no copy of its newest version is left")
+            tier = await self._fall_back(inode)
         self.lost.pop(inode.ino, None)
         return tier
+
+    async def _fall_back(self, inode: Inode) -> Tier | None:
+        """The newest version is gone everywhere: the newest of which a copy is left serves.
+
+        As on a local disk after a crash: what an fsync promised is there, though something newer,
+        which nothing was promised of, is not. Raises `LostCopyError`.
+        """
+        path = self._catalog.path(inode.ino) or f"inode {inode.ino}"
+        held = (self._source.held or {}).get(inode.ino, 0) if self._source is not None else 0
+        tier = None
+        if inode.stored_version < held < inode.version:
+            tier = next((tier for tier in self._placement.tiers if self._room(tier, inode)), None)
+        if tier is not None:
+            await self._fetch_into(tier, inode, held)
+            self.from_mirror_files += 1
+        elif await self._take_stored(inode.ino):
+            tier = await self._fetcher.fetch(self._catalog.get(inode.ino))
+            self.from_store_files += 1
+        else:
+            self.lost[inode.ino] = path
+            raise LostCopyError(f"{path}: no copy of its newest version is left")
+        self.rolled_back[inode.ino] = path
+        log.warning("an older version was taken", path=path, lost=inode.version)
+        return tier
+
+    async def _take_stored(self, ino: int) -> bool:
+        try:
+            return await self._passed.take_stored(ino)
+        except StoreError as error:
+            raise DeadlineError(f"the store did not answer: {error}") from error
 
     def _asked_for(self, inode: Inode) -> bool:
         """Whether the mirror is worth asking for what the store has too."""
@@ -142,7 +180,7 @@ class Ladder:
         give_up = trio.current_time() + (self._read_timeout_s or float("inf"))
         while True:
             try:
-                await self._fetch_into(tier, inode)
+                await self._fetch_into(tier, inode, inode.version)
             except (CorruptCopyError, UnknownReplicaError, PeerFencedError):
                 raise
             except PeerError:
@@ -157,28 +195,33 @@ class Ladder:
         size = inode.version_size
         return size <= tier.budget_bytes and self._placement.make_room(tier, size)
 
-    async def _fetch_into(self, tier: Tier, inode: Inode) -> None:
+    async def _fetch_into(self, tier: Tier, inode: Inode, version: int) -> None:
         """Fetch beside the tier's file, and put it in its place where nobody wrote meanwhile."""
         assert self._source is not None
-        assert inode.digest is not None
         aside = tier.path(inode.ino).with_suffix(".fetch")
         fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         tier.hold(-inode.ino, inode.version_size)  # a key that no inode has
         try:
-            await self._source.fetch(inode.ino, inode.version, inode.version_size, inode.digest, fd)
-            self._put_in_place(tier, inode, aside)
+            replica = await self._source.fetch(inode.ino, version, fd)
+            if version == inode.version and replica.digest != inode.digest:
+                raise CorruptCopyError("the mirror's replica is of another content")
+            self._put_in_place(tier, inode, aside, version, replica)
         finally:
             os.close(fd)
             tier.drop(-inode.ino)
             aside.unlink(missing_ok=True)
 
-    def _put_in_place(self, tier: Tier, inode: Inode, aside: Path) -> None:
+    def _put_in_place(
+        self, tier: Tier, inode: Inode, aside: Path, version: int, replica: Replica
+    ) -> None:
         now = self._catalog.find(inode.ino)
         if now is None or now.version != inode.version or now.tier is not None or now.nlink == 0:
             return  # somebody has written it anew: that is newer than any replica
         os.utime(aside, ns=(now.atime_ns, now.version_mtime_ns))
         aside.replace(tier.path(inode.ino))
-        tier.hold(inode.ino, inode.version_size)
+        tier.hold(inode.ino, replica.size)
+        if version != now.version:
+            self._catalog.contents.roll_back(inode.ino, version, replica.size, replica.digest)
         self._catalog.contents.set_tier(inode.ino, tier.name)
         self._placement.touched(inode.ino)
 
@@ -285,6 +328,7 @@ class Ladder:
                     return
                 except DeadlineError as error:
                     log.warning("still missing", ino=ino, error=str(error))
+                    await trio.sleep(_RETRY_MAX_S)
                 except LmstorfsError as error:
                     log.error("not recovered", ino=ino, error=str(error))
                     return

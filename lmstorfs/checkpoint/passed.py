@@ -54,6 +54,23 @@ class PassedVersions:
             except StoreError as error:
                 log.info("not compared with the store", ino=ino, error=str(error))
 
+    async def take_stored(self, ino: int) -> bool:
+        """No copy is left of a newer version: let the file be what the store has; False: nothing.
+
+        Raises `StoreError`.
+        """
+        inode, path = self._catalog.get(ino), self._catalog.path(ino)
+        if path is None or not inode.stored_version:
+            return False
+        try:
+            info = await trio.to_thread.run_sync(self._store.head, path, abandon_on_cancel=True)
+        except NotInStoreError:
+            return False
+        if info.kind is not Kind.FILE:
+            return False
+        self._merger.replace(self._catalog.get(ino), info)
+        return True
+
     async def run(self) -> None:
         """Compare all that is in doubt, however long the store takes to answer."""
         wait_s = _RETRY_FIRST_S

@@ -122,7 +122,10 @@ def test_whatever_the_moment_what_fsync_promised_is_there(tmp_path: Path, round_
         assert acknowledged > 0
         for saver in savers:
             for name, digest in saver.acknowledged.items():
-                found = digest_bytes((new.path / name).read_bytes())
+                try:
+                    found = digest_bytes((new.path / name).read_bytes())
+                except OSError as error:
+                    found = f"{error}; {new.log()}"
                 assert found == digest, f"{name} of {acknowledged}, seed {seed()}"
 
 

@@ -156,22 +156,21 @@ class Peer:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def fetch(self, ino: int, version: int, size: int, digest: str, fd: int) -> None:
-        """Fetch a replica into the file `fd`.
+    def fetch(self, ino: int, version: int, fd: int) -> m.Replica:
+        """Fetch a replica into the file `fd`; return its size and digest, which was verified.
 
         Raises `UnknownReplicaError`, or `CorruptCopyError` (and the mirror drops it).
         """
         self._connection.send(m.encode(m.Fetch(ino=ino, version=version)))
         replica = _answer(self._connection, m.Replica)
-        if replica.size != size:
-            raise PeerProtocolError(f"a replica of {replica.size} bytes, not {size}")
-        for start in range(0, size, SLICE_BYTES):
-            self._connection.receive_file(fd, start, min(SLICE_BYTES, size - start))
-        os.ftruncate(fd, size)
-        if digest_fd(fd, size) != digest:
+        for start in range(0, replica.size, SLICE_BYTES):
+            self._connection.receive_file(fd, start, min(SLICE_BYTES, replica.size - start))
+        os.ftruncate(fd, replica.size)
+        if digest_fd(fd, replica.size) != replica.digest:
             self._connection.send(m.encode(m.Corrupt(ino=ino, version=version)))
             _answer(self._connection, m.Noted)
             raise CorruptCopyError("the mirror's copy is corrupt")
+        return replica
 
     def catalog(self, fd: int) -> None:
         """Take the catalog that follows the welcome to a recovery into the file `fd`."""

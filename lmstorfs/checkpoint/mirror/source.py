@@ -8,8 +8,8 @@ import structlog
 import trio
 
 from lmstorfs.catalog.database import Database
-from lmstorfs.checkpoint.mirror.messages import Held
-from lmstorfs.checkpoint.mirror.peer import Identity, Peer, PeerAddress
+from lmstorfs.checkpoint.mirror.messages import Held, Replica
+from lmstorfs.checkpoint.mirror.peer import Identity, Peer, PeerAddress, UnknownReplicaError
 from lmstorfs.errors import PeerError, SetupError
 
 log = structlog.get_logger()
@@ -37,21 +37,25 @@ class ReplicaSource:
         self.held = {replica.ino: replica.version for replica in peer.welcome.held}
         return peer.welcome.held
 
-    async def fetch(self, ino: int, version: int, size: int, digest: str, fd: int) -> None:
-        """Fetch a replica into the file `fd` and verify it.
+    async def fetch(self, ino: int, version: int, fd: int) -> Replica:
+        """Fetch a replica into the file `fd` and verify it; return its size and digest.
 
         Raises `PeerError` (`UnknownReplicaError` where there is none) or `CorruptCopyError`.
         """
         async with self._limit:
             peer = self._idle.pop() if self._idle else await self._open()
             try:
-                await trio.to_thread.run_sync(
-                    peer.fetch, ino, version, size, digest, fd, abandon_on_cancel=True
+                replica = await trio.to_thread.run_sync(
+                    peer.fetch, ino, version, fd, abandon_on_cancel=True
                 )
+            except UnknownReplicaError:
+                self._idle.append(peer)
+                raise
             except BaseException:
                 peer.close()
                 raise
             self._idle.append(peer)
+            return replica
 
     async def _open(self) -> Peer:
         return await trio.to_thread.run_sync(

@@ -1,0 +1,202 @@
+"""What was deleted and is kept all the same: the table of the deletion guard.
+
+Its rows come in sets, one a checkpoint whose deletion began. All files of the checkpoint get a row
+then, and each is kept from when it loses its name or content (`deleted_at`). A kept file's inode
+stays, without a name; so does its object in the store, under its old key, until something new is
+to lie there. Which sets there are, and when one may go, is `checkpoint/guard.py`'s.
+"""
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from lmstorfs.catalog.catalog import Inode
+from lmstorfs.catalog.database import Database
+from lmstorfs.catalog.journal import Journal, ancestors
+from lmstorfs.store.keys import OWN_PREFIX
+
+DELETED = OWN_PREFIX + "deleted"  # the store's directory for objects that had to make way
+
+_KEPT = "i.ino IN (SELECT ino FROM guarded WHERE deleted_at > 0) AND i.nlink = 0"
+_AT_OR_BELOW = "(i.stored_key = ? OR (i.stored_key > ? AND i.stored_key < ?))"
+
+
+class GuardedFile(msgspec.Struct, frozen=True):
+    """One row. Field order is the order of the table's columns."""
+
+    ino: int
+    path: str
+    """Its path when the set began."""
+    checkpoint: str
+    deleted_at: float
+    """When it lost its name or content, seconds since the epoch; 0 while it has them."""
+    number: int
+    """Of the set; later sets have higher ones."""
+    version: int
+    """The version that belongs to the checkpoint."""
+    weights: int
+    """1 for a file of weights that every save writes anew."""
+
+
+class Guarded:
+    """The guard's rows in one catalog."""
+
+    def __init__(self, db: Database, journal: Journal) -> None:
+        self._db = db
+        self._journal = journal
+
+    # --- reading -----------------------------------------------------------------------------
+
+    def rows(self) -> list[GuardedFile]:
+        """Return all rows, the sets in order."""
+        rows = self._db.execute("SELECT * FROM guarded ORDER BY number, path")
+        return [GuardedFile(*row) for row in rows]
+
+    def find(self, ino: int) -> GuardedFile | None:
+        """Return the row of `ino`, or None."""
+        row = self._db.execute("SELECT * FROM guarded WHERE ino = ?", (ino,)).fetchone()
+        return None if row is None else GuardedFile(*row)
+
+    def is_empty(self) -> bool:
+        """Whether nothing is guarded."""
+        return self._db.execute("SELECT 1 FROM guarded LIMIT 1").fetchone() is None
+
+    def keeps(self, ino: int) -> bool:
+        """Whether the inode, which lost its name, is kept."""
+        row = self._db.execute(
+            "SELECT 1 FROM guarded WHERE ino = ? AND deleted_at > 0", (ino,)
+        ).fetchone()
+        return row is not None
+
+    def holds(self, key: str) -> bool:
+        """Whether the object or directory `key` of the store is there for kept files only."""
+        return not self.is_empty() and bool(self._at_or_below(key))
+
+    def _at_or_below(self, key: str) -> list[Inode]:
+        return self._db.inodes(f"WHERE {_KEPT} AND {_AT_OR_BELOW}", (key, key + "/", key + "0"))
+
+    # --- sets --------------------------------------------------------------------------------
+
+    def begin(self, checkpoint: str, files: Iterable[GuardedFile]) -> int:
+        """Make a set of these files (their `number` is not looked at); return its number.
+
+        Rows of an older set that still have their names belong to the new one from now on.
+        """
+        with self._db.transaction():
+            (last,) = self._db.execute(
+                "SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'guarded'"
+            ).fetchone()
+            number = int(last) + 1
+            self._db.set_meta("guarded", str(number))
+            for file in files:
+                self._db.execute(
+                    "INSERT OR REPLACE INTO guarded VALUES (?, ?, ?, ?, ?, ?, ?)",
+                    (file.ino, file.path, checkpoint, 0.0, number, file.version, file.weights),
+                )
+        return number
+
+    def deleted(self, ino: int) -> None:
+        """The file is about to lose its name, and is kept."""
+        self._db.execute("UPDATE guarded SET deleted_at = ? WHERE ino = ?", (time.time(), ino))
+
+    def end(self, number: int) -> None:
+        """Forget a set; what becomes of its files is the caller's."""
+        self._db.execute("DELETE FROM guarded WHERE number = ?", (number,))
+
+    def split(self, ino: int) -> int:
+        """Give the content of `ino` to a new inode without a name; return that one's number.
+
+        The old one begins anew, empty, as a file that was just made. The caller sees to the tier.
+        """
+        with self._db.transaction():
+            cursor = self._db.execute(
+                "INSERT INTO inodes SELECT NULL, mode, uid, gid, size, atime_ns, mtime_ns,"
+                " ctime_ns, 0, rdev, target, 0, sealed, version, digest, closed_at, tier,"
+                " stored_version, stored_key, etag, attrs_dirty, needs_head, version_size,"
+                " version_mtime_ns FROM inodes WHERE ino = ?",
+                (ino,),
+            )
+            kept = cursor.lastrowid
+            assert kept is not None
+            self._db.execute(
+                "INSERT INTO xattrs SELECT ?, name, value FROM xattrs WHERE ino = ?", (kept, ino)
+            )
+            self._db.execute(
+                "UPDATE guarded SET ino = ?, deleted_at = ? WHERE ino = ?", (kept, time.time(), ino)
+            )
+            self._db.execute(
+                "UPDATE inodes SET size = 0, writing = 1, sealed = 0, tier = NULL, digest = NULL,"
+                " stored_version = 0, stored_key = NULL, etag = NULL WHERE ino = ?",
+                (ino,),
+            )
+            self.settle_object(kept)
+        return kept
+
+    # --- objects -----------------------------------------------------------------------------
+
+    def settle_object(self, ino: int) -> None:
+        """Keep the object of a file that is kept where it is its newest version; else delete it."""
+        row = self._db.execute(
+            "SELECT stored_key, stored_version = version FROM inodes WHERE ino = ?", (ino,)
+        ).fetchone()
+        if row is not None and row[0] is not None and not row[1]:
+            self._journal.delete(row[0])
+            self._forget_object(ino)
+
+    def vacate(self, key: str, *, is_file: bool, alone: bool = False) -> str | None:
+        """Something new is to lie at `key`: the objects of kept files make way.
+
+        Returns `key` where the object there stays until the new one's upload replaces it: that of
+        a checkpoint of one file that a tier holds too. Others are moved. `alone`: a directory that
+        is made, and not one that comes with what is in it, so that what lies below may stay.
+        """
+        if self.is_empty():
+            return None
+        left: str | None = None
+        emptied: dict[str, None] = {}
+        for inode in self._at_or_below(key):
+            assert inode.stored_key is not None
+            if alone and inode.stored_key != key:
+                continue
+            if is_file and inode.stored_key == key and inode.tier and self._is_single(inode.ino):
+                self._forget_object(inode.ino)
+                left = key
+                continue
+            self._move_aside(inode)
+            within = [above for above in ancestors(inode.stored_key) if f"{above}/" >= f"{key}/"]
+            emptied.update(dict.fromkeys(above for above in within if len(above) >= len(key)))
+        for directory in sorted(emptied, key=lambda name: -name.count("/")):
+            self._journal.remove_directory(directory)
+        return left
+
+    def _move_aside(self, inode: Inode) -> None:
+        assert inode.stored_key is not None
+        origin = (self._db.meta("origin") or "0")[:8]  # another catalog may use the same store
+        aside = f"{DELETED}/{origin}-{inode.ino}"
+        self._journal.rename(inode.stored_key, aside, is_dir=False)
+        self._db.execute(
+            "UPDATE inodes SET stored_key = ?, etag = NULL WHERE ino = ?", (aside, inode.ino)
+        )
+
+    def _is_single(self, ino: int) -> bool:
+        (count,) = self._db.execute(
+            "SELECT COUNT(*) FROM guarded WHERE number = (SELECT number FROM guarded WHERE ino = ?)",
+            (ino,),
+        ).fetchone()
+        return int(count) == 1
+
+    def _forget_object(self, ino: int) -> None:
+        self._db.execute(
+            "UPDATE inodes SET stored_version = 0, stored_key = NULL, etag = NULL WHERE ino = ?",
+            (ino,),
+        )
+
+    def moved(self, old_key: str, new_key: str) -> None:
+        """The store is to move the directory `old_key`, and with it the objects of kept files."""
+        for inode in self._at_or_below(old_key):
+            assert inode.stored_key is not None
+            self._db.execute(
+                "UPDATE inodes SET stored_key = ? WHERE ino = ?",
+                (new_key + inode.stored_key[len(old_key) :], inode.ino),
+            )
