@@ -251,6 +251,13 @@ class Contents:
         for above in reversed(gone) if ahead else gone:
             self._journal.remove_directory(above, ahead=ahead)
 
+    def drop_objects(self, keys: list[str]) -> None:
+        """These objects belong to nobody any more, and the directories above them may be empty."""
+        for key in keys:
+            self._journal.delete(key)
+        for key in {key.rpartition("/")[0]: key for key in keys}.values():
+            self._tidy_above(key)
+
     def claim_above(self, key: str) -> None:
         """The store has made the directories above `key`, whatever it knows of them."""
         for above in ancestors(key):

@@ -84,11 +84,8 @@ class Guarded:
         Rows of an older set that still have their names belong to the new one from now on.
         """
         with self._db.transaction():
-            (last,) = self._db.execute(
-                "SELECT COALESCE(MAX(CAST(value AS INTEGER)), 0) FROM meta WHERE key = 'guarded'"
-            ).fetchone()
+            (last,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM guarded").fetchone()
             number = int(last) + 1
-            self._db.set_meta("guarded", str(number))
             for file in files:
                 self._db.execute(
                     "INSERT OR REPLACE INTO guarded VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -130,19 +127,34 @@ class Guarded:
                 " stored_version = 0, stored_key = NULL, etag = NULL WHERE ino = ?",
                 (ino,),
             )
-            self.settle_object(kept)
+            self._share_object(ino, kept)
         return kept
+
+    def _share_object(self, ino: int, kept: int) -> None:
+        """The object goes with the content that was kept, where it is that; else it stays."""
+        key, newest = self._object(kept)
+        if key is None:
+            return
+        if not newest:
+            self.forget_object(kept)
+        left = self.vacate(key, is_file=True) if newest else key
+        self._db.execute("UPDATE inodes SET stored_key = ? WHERE ino = ?", (left, ino))
 
     # --- objects -----------------------------------------------------------------------------
 
     def settle_object(self, ino: int) -> None:
         """Keep the object of a file that is kept where it is its newest version; else delete it."""
-        row = self._db.execute(
+        key, newest = self._object(ino)
+        if key is not None and not newest:
+            self._journal.delete(key)
+            self.forget_object(ino)
+
+    def _object(self, ino: int) -> tuple[str | None, bool]:
+        """Return the key of the inode's object, and whether that is its newest version."""
+        key, newest = self._db.execute(
             "SELECT stored_key, stored_version = version FROM inodes WHERE ino = ?", (ino,)
         ).fetchone()
-        if row is not None and row[0] is not None and not row[1]:
-            self._journal.delete(row[0])
-            self._forget_object(ino)
+        return key, bool(newest)
 
     def vacate(self, key: str, *, is_file: bool, alone: bool = False) -> str | None:
         """Something new is to lie at `key`: the objects of kept files make way.
@@ -160,12 +172,13 @@ class Guarded:
             if alone and inode.stored_key != key:
                 continue
             if is_file and inode.stored_key == key and inode.tier and self._is_single(inode.ino):
-                self._forget_object(inode.ino)
+                self.forget_object(inode.ino)
                 left = key
                 continue
             self._move_aside(inode)
-            within = [above for above in ancestors(inode.stored_key) if f"{above}/" >= f"{key}/"]
-            emptied.update(dict.fromkeys(above for above in within if len(above) >= len(key)))
+            for above in ancestors(inode.stored_key):
+                if above == key or above.startswith(key + "/"):
+                    emptied[above] = None
         for directory in sorted(emptied, key=lambda name: -name.count("/")):
             self._journal.remove_directory(directory)
         return left
@@ -181,12 +194,14 @@ class Guarded:
 
     def _is_single(self, ino: int) -> bool:
         (count,) = self._db.execute(
-            "SELECT COUNT(*) FROM guarded WHERE number = (SELECT number FROM guarded WHERE ino = ?)",
+            "SELECT COUNT(*) FROM guarded"
+            " WHERE number = (SELECT number FROM guarded WHERE ino = ?)",
             (ino,),
         ).fetchone()
         return int(count) == 1
 
-    def _forget_object(self, ino: int) -> None:
+    def forget_object(self, ino: int) -> None:
+        """The object of a kept file is another's from now on: the store has no copy of it."""
         self._db.execute(
             "UPDATE inodes SET stored_version = 0, stored_key = NULL, etag = NULL WHERE ino = ?",
             (ino,),

@@ -60,6 +60,8 @@ class Merger:
                 if name in moved or catalog.journal.blocks(info.key):
                     continue
                 inode = known.get(name)
+                if inode is None and catalog.guarded.holds(info.key):
+                    continue  # it was deleted here, and is kept for a while
                 if inode is None:
                     self._insert(parent, name, info)
                 elif inode.is_dir and info.kind is Kind.DIRECTORY:

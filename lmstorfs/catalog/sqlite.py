@@ -1,8 +1,7 @@
 """The namespace: names and attributes of all files, one transaction an operation.
 
-It decides what a rename or an unlink means for the store, since only here both are one
-transaction: a version that was never stored leaves nothing to do, a stored one leaves a journal
-entry. Contents and versions are `contents.py`'s.
+What a rename or an unlink means for the store is decided in the same transaction (`moves.py`).
+Contents and versions are `contents.py`'s, what was deleted and is kept `guarded.py`'s.
 """
 
 import errno
@@ -16,7 +15,9 @@ from typing import Any
 from lmstorfs.catalog.catalog import ROOT_INO, Entry, Inode
 from lmstorfs.catalog.contents import Contents
 from lmstorfs.catalog.database import COLUMNS, Database
+from lmstorfs.catalog.guarded import Guarded
 from lmstorfs.catalog.journal import Journal
+from lmstorfs.catalog.moves import Moves
 from lmstorfs.errors import LmstorfsError
 
 RENAME_NOREPLACE = 1
@@ -45,6 +46,10 @@ class SqliteCatalog:
         self.db = Database(path)
         self.journal = Journal(self.db)
         self.contents = Contents(self.db, self.journal, self.path)
+        self.guarded = Guarded(self.db, self.journal)
+        self._moves = Moves(
+            self.db, self.journal, self.contents, self.guarded, self.children, self.below
+        )
         self._watched: dict[int, set[bytes]] = {}
 
     # --- reading -----------------------------------------------------------------------------
@@ -144,8 +149,25 @@ class SqliteCatalog:
                 "INSERT INTO names (parent, name, ino) VALUES (?, ?, ?)", (parent, name, ino)
             )
             self._touch_directory(parent, now, links=int(stat.S_ISDIR(mode)))
+            if not self.guarded.is_empty():
+                self._moves.made(self.get(ino), join_key(self._key(parent), name))
         self._changed(parent, name)
         return self.get(ino)
+
+    def restore(self, parent: int, name: bytes, ino: int) -> None:
+        """Give an inode that lost its name one again. Raises EEXIST or ENOENT."""
+        now = time.time_ns()
+        with self.db.transaction():
+            inode = self.get(ino)
+            if self.lookup(parent, name) is not None:
+                raise NamespaceError(errno.EEXIST)
+            self.db.execute(
+                "INSERT INTO names (parent, name, ino) VALUES (?, ?, ?)", (parent, name, ino)
+            )
+            self.db.execute("UPDATE inodes SET nlink = 1, ctime_ns = ? WHERE ino = ?", (now, ino))
+            self._touch_directory(parent, now, links=0)
+            self._moves.came_back(inode, self._key(ino))
+        self._changed(parent, name)
 
     def unlink(self, parent: int, name: bytes) -> Inode:
         """Remove a file's or symlink's name; the inode stays (nlink 0) until `purge`."""
@@ -154,8 +176,7 @@ class SqliteCatalog:
             if inode.is_dir:
                 raise NamespaceError(errno.EISDIR)
             self._detach(parent, name, inode)
-            if inode.stored_key is not None:
-                self.journal.delete(inode.stored_key)
+            self._moves.unlinked(inode)
         self._changed(parent, name)
         return inode
 
@@ -211,58 +232,7 @@ class SqliteCatalog:
         links = int(inode.is_dir and parent != new_parent)
         self._touch_directory(parent, now, links=-links)
         self._touch_directory(new_parent, now, links=links)
-        new_key = join_key(self._key(new_parent), new_name)
-        old_object = target.stored_key if target is not None else None
-        self._move_stored(inode, new_key, old_object)
-
-    def _move_stored(self, inode: Inode, new_key: str, old_object: str | None) -> None:
-        """Decide what the move of `inode` to `new_key` means for the store.
-
-        A file whose content the store never had inherits the object that it replaces: the next
-        upload overwrites it, so that the store is never without a whole version.
-        """
-        has_own = inode.stored_key is not None and (inode.stored_version > 0 or inode.is_dir)
-        if inode.is_dir:
-            if old_object is not None:
-                self.journal.remove_directory(old_object)
-            if inode.stored_key is not None or self._any_stored_below(inode.ino):
-                old_key = inode.stored_key
-                if old_key is None:
-                    old_key = self._key_of_stored_child(inode.ino)
-                self.journal.rename(old_key, new_key, is_dir=True)
-                self._rebase_stored(inode.ino, old_key, new_key)
-                self.contents.claim_above(new_key)
-            return
-        if has_own:
-            assert inode.stored_key is not None
-            self.journal.rename(inode.stored_key, new_key, is_dir=False)
-            self._set_stored_key(inode.ino, new_key)
-            self.contents.claim_above(new_key)
-        else:
-            if inode.stored_key is not None:  # inherited from what it replaced earlier
-                self.journal.delete(inode.stored_key)
-            self._set_stored_key(inode.ino, old_object)
-
-    def _any_stored_below(self, ino: int) -> bool:
-        return any(child.stored_key is not None for child in self.below(ino))
-
-    def _key_of_stored_child(self, ino: int) -> str:
-        """Return the key under which the store knows a directory that has no entry of its own."""
-        for entry in self.children(ino):
-            if entry.inode.stored_key is not None:
-                return entry.inode.stored_key.rpartition("/")[0]
-            if entry.inode.is_dir and self._any_stored_below(entry.inode.ino):
-                return self._key_of_stored_child(entry.inode.ino).rpartition("/")[0]
-        raise AssertionError("only called where something below is stored")
-
-    def _rebase_stored(self, ino: int, old_key: str, new_key: str) -> None:
-        self.db.execute(
-            "UPDATE inodes SET stored_key = ? || substr(stored_key, length(?) + 1)"
-            " WHERE stored_key IS NOT NULL AND (ino = ? OR ino IN (WITH RECURSIVE tree(ino) AS"
-            " (SELECT ino FROM names WHERE parent = ? UNION ALL"
-            " SELECT n.ino FROM names n JOIN tree t ON n.parent = t.ino) SELECT ino FROM tree))",
-            (new_key, old_key, ino, ino),
-        )
+        self._moves.moved(inode, join_key(self._key(new_parent), new_name), target)
 
     def _exchange(
         self, one: Inode, other: Inode, place: tuple[int, bytes], other_place: tuple[int, bytes]
@@ -276,16 +246,22 @@ class SqliteCatalog:
         self._move(self.get(one.ino), None, *aside, *other_place)
 
     def purge(self, ino: int) -> bool:
-        """Forget an unlinked inode for good; return whether there was one."""
+        """Forget an unlinked inode for good, unless it is kept; return whether there was one."""
         with self.db.transaction():
-            gone = self.db.execute("DELETE FROM inodes WHERE ino = ? AND nlink = 0", (ino,))
+            gone = self.db.execute(
+                "DELETE FROM inodes WHERE ino = ? AND nlink = 0"
+                " AND NOT EXISTS (SELECT 1 FROM guarded g WHERE g.ino = ? AND g.deleted_at > 0)",
+                (ino, ino),
+            )
             if gone.rowcount:
+                self.db.execute("DELETE FROM guarded WHERE ino = ?", (ino,))
                 self.db.execute("DELETE FROM xattrs WHERE ino = ?", (ino,))
         return gone.rowcount > 0
 
     def orphans(self) -> list[int]:
-        """Return unlinked inodes that are still here."""
-        return [row[0] for row in self.db.execute("SELECT ino FROM inodes WHERE nlink = 0")]
+        """Return unlinked inodes that are still here and that nobody keeps."""
+        rows = self.db.execute("SELECT ino FROM inodes WHERE nlink = 0")
+        return [row[0] for row in rows.fetchall() if not self.guarded.keeps(row[0])]
 
     # --- attributes --------------------------------------------------------------------------
 
@@ -355,9 +331,6 @@ class SqliteCatalog:
             "UPDATE inodes SET mtime_ns = ?, ctime_ns = ?, nlink = nlink + ? WHERE ino = ?",
             (now, now, links, ino),
         )
-
-    def _set_stored_key(self, ino: int, key: str | None) -> None:
-        self.db.execute("UPDATE inodes SET stored_key = ? WHERE ino = ?", (key, ino))
 
     def _key(self, ino: int) -> str:
         key = self.path(ino)

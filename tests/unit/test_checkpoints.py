@@ -102,7 +102,7 @@ def test_a_checkpoint_is_complete_when_every_file_is_closed_and_has_a_digest(
     first = add(catalog, "step_1", "a")
     second = add(catalog, "step_1", "b", digest=False)
     assert [(c.path, c.files, c.complete) for c in grouped(catalog)] == [("step_1", 2, False)]
-    catalog.contents.set_digest(second, 1, "d")
+    catalog.contents.set_digest(second, catalog.get(second).version, "d")
     assert grouped(catalog)[0].complete
     assert not grouped(catalog, frozenset({first}))[0].complete
 
