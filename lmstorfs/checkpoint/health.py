@@ -50,8 +50,13 @@ class Backoff:
         self._waits: dict[int, tuple[float, float]] = {}  # what → (last wait, not before)
 
     def failed(self, what: int, now: float) -> None:
-        """`what` failed at `now` (a monotonic clock, seconds)."""
-        last, _ = self._waits.get(what, (RETRY_FIRST_S / 2, 0.0))
+        """`what` failed at `now` (a monotonic clock, seconds).
+
+        Several that were under way together and fail together are one failure.
+        """
+        last, not_before = self._waits.get(what, (RETRY_FIRST_S / 2, 0.0))
+        if now < not_before:
+            return
         wait = min(2 * last, RETRY_MAX_S)
         self._waits[what] = (wait, now + wait * random.uniform(0.5, 1.0))
 
