@@ -144,7 +144,8 @@ def _check_ssd(config: MountConfig) -> None:
 
 
 def _check_peers(config: MountConfig) -> None:
-    peers = {"mirror": config.mirror, "listen": config.listen, "recover-from": config.recover_from}
+    # The mirror is that of --recover-from where nobody says another.
+    peers = {"recover-from": config.recover_from, "mirror": config.mirror, "listen": config.listen}
     named = {option: address for option, address in peers.items() if address is not None}
     if not named:
         return

@@ -62,7 +62,7 @@ def test_words_tell_where_a_checkpoint_is(tmp_path: Path) -> None:
         save(node, 1)
         late = node.run("wait", node.path / "step-1", "--copies", "mirror", "--timeout", "0.2")
         assert late.returncode == 1
-        assert "has not enough copies after 0 s" in late.stderr
+        assert "has not enough copies after 0.2 s" in late.stderr
         wait_for(lambda: word(node) == "written", "the RAM tier alone has it")
         site.hosts["mirror"].link.restore()
         mirrored(node)

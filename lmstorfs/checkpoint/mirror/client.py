@@ -40,7 +40,7 @@ from lmstorfs.tiers import Placement
 
 log = structlog.get_logger()
 
-_ROWS_AT_ONCE = 2000
+_ROWS_AT_ONCE = 500  # some milliseconds' work, then others get their turn
 _GROUP_FILES = 64
 _GROUP_BYTES = BLOCK_BYTES
 _RETRY_FIRST_S = 0.2

@@ -11,6 +11,7 @@ those of the newest checkpoints longer. Blocking; one thread at a time (`lock`).
 import errno
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from lmstorfs.errors import NoRoomError, PeerProtocolError
 log = structlog.get_logger()
 
 _FILE_MAX_BYTES = 1 << 50
+_LOOK_EVERY_S = 1.0  # what is not needed any more goes so late at most, once more rows come
 _RECENT_FILES = 5000  # among which the newest checkpoints are looked for
 
 _REPLICAS = """
@@ -73,6 +75,7 @@ class Origin:
         self._db = self.catalog.db
         self._db.connection.executescript(_REPLICAS)
         self._parts: dict[int, Part] = {}
+        self._looked_at = 0.0
         self._filling = False  # between the first and the last of all rows
         self._adopt()
 
@@ -151,6 +154,9 @@ class Origin:
             return []
         connection.execute("COMMIT")
         self._filling = False
+        if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
+            return []
+        self._looked_at = time.monotonic()
         return self._drop_unneeded(int(self.meta("keep", "2")))
 
     def give_up_rows(self) -> None:
