@@ -223,6 +223,14 @@ def _facts(status: Json) -> Iterator[tuple[str, Text]]:
     if mirror["state"] != "off":
         lag = f"{format_size(mirror['lag_bytes'])}, {format_duration(mirror['lag_s'])} behind"
         yield "mirror", Text(f"{mirror['peer']}: {mirror['state']}, {lag}")
+    replicas = status.get("replicas") or {"files": 0}
+    if replicas["files"]:
+        kept = f"{files(replicas['files'])}, {format_size(replicas['bytes'])}"
+        nodes = "1 node" if replicas["origins"] == 1 else f"{replicas['origins']} nodes"
+        yield "replicas", Text(f"{kept} kept for {nodes}")
+    missing = status.get("recovery", {}).get("missing_files", 0)
+    if missing:
+        yield "recovering", Text(f"{files(missing)} still to come", style="yellow")
     corrupt = status.get("recovery", {}).get("corrupt_copies", 0)
     if corrupt:
         yield "corrupt", Text(f"{corrupt} copies were found corrupt and dropped", style="red")
