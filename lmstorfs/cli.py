@@ -286,7 +286,8 @@ def mirror(
 
 
 @app.command(
-    epilog="Examples:\n\n  lmstorfs doctor\n\n  lmstorfs doctor --store s3://bucket/prefix"
+    epilog="Examples:\n\n  lmstorfs doctor\n\n  lmstorfs doctor --store s3://bucket/prefix\n\n"
+    "  lmstorfs doctor --mirror node2:7070 --secret-file /etc/lmstorfs.key"
 )
 def doctor(
     json: JsonOption = False,
@@ -296,11 +297,17 @@ def doctor(
     endpoint: Annotated[
         str | None, typer.Option(metavar="URL", help="The S3 endpoint of that store.")
     ] = None,
+    mirror: Annotated[
+        str | None, typer.Option(metavar="HOST:PORT", help="Also check that this mirror answers.")
+    ] = None,
+    secret_file: Annotated[
+        str | None, typer.Option(metavar="FILE", help="What is shared with that mirror.")
+    ] = None,
 ) -> None:
     """What this host can do, and what to do about what it cannot."""
     from lmstorfs import doctor as checks
 
-    found = checks.examine(store, endpoint)
+    found = checks.examine(store, endpoint, mirror, secret_file)
     if json:
         console.show_json({"ok": checks.can_mount(found), "checks": found})
     else:

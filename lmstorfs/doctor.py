@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from lmstorfs import host
-from lmstorfs.errors import LmstorfsError
+from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.units import GIB, format_size
 
 PASSTHROUGH_KERNEL = (6, 9)  # the first with FUSE_PASSTHROUGH (linux/fuse.h, protocol 7.40)
@@ -57,13 +57,20 @@ def can_mount(found: list[Finding]) -> bool:
     return all(finding.level != "fail" for finding in found)
 
 
-def examine(store: str | None = None, endpoint: str | None = None) -> list[Finding]:
-    """Return all findings; `store` is looked at too where one is named."""
+def examine(
+    store: str | None = None,
+    endpoint: str | None = None,
+    mirror: str | None = None,
+    secret_file: str | None = None,
+) -> list[Finding]:
+    """Return all findings; `store` and `mirror` are looked at too where they are named."""
     facts = probe() if host.may_mount() and host.fuse_device_problem() is None else {}
     found = [_device(), _privilege(), _passthrough(facts), _huge_pages(facts)]
     found += [_fusermount(), *_allow_other(), _memory(), _python(), _pyfuse3()]
     if store:
         found.append(_store(store, endpoint))
+    if mirror:
+        found.append(_mirror(mirror, secret_file))
     return found
 
 
@@ -231,3 +238,20 @@ def _store(url: str, endpoint: str | None) -> Finding:
     except LmstorfsError as error:
         return fail("store", str(error))
     return ok("store", f"{config.url} can be read and written")
+
+
+def _mirror(address: str, secret_file: str | None) -> Finding:
+    from lmstorfs.checkpoint.mirror.peer import PeerAddress
+
+    try:
+        PeerAddress(address=address, secret_file=secret_file).connect().close()
+    except SetupError as error:
+        return fail("mirror", str(error))
+    except LmstorfsError as error:
+        return warn(
+            "mirror",
+            str(error),
+            f"on the peer run: lmstorfs mirror --listen {address} --ram SIZE; look at the firewall "
+            "and that both nodes have the same --secret-file",
+        )
+    return ok("mirror", f"{address} answers and knows the secret")

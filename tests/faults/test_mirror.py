@@ -211,6 +211,15 @@ def test_a_wrong_secret_replicates_nothing_and_says_why(tmp_path: Path) -> None:
         assert site.mirror.replicas() == []
 
 
+def test_the_doctor_tells_whether_a_mirror_answers(tmp_path: Path) -> None:
+    with cluster(tmp_path) as site:
+        node = site.node("old", mirror="")
+        asked = ("doctor", "--mirror", site.mirror.address, "--secret-file", site.secret)
+        assert f"{site.mirror.address} answers and knows the secret" in node.run(*asked).stdout
+        site.mirror.kill()
+        assert "Connection refused" in node.run(*asked).stdout
+
+
 def test_two_nodes_mirror_each_other(tmp_path: Path) -> None:
     with cluster(tmp_path) as site:
         one_host, two_host = site.hosts["old"], site.hosts["new"]
