@@ -141,24 +141,18 @@ class Alone:
 class Bare:
     """A file system in memory on each host, and bare.py between them."""
 
-    source: Path
+    source: list[Path]
     target: Path
     sender: Host
     receiver: Host
     how: str
 
-    def clean_up(self) -> None:
-        delete_files(self.source)
-        delete_files(self.target)
-
     def transfer(self, content: Content) -> Turn:
-        """Time the transfer of files that are there."""
-        content.write(self.source)
+        """Time the transfer of as many bytes, which are there, into as many files."""
         words = ["receive", self.receiver.address, self.target]
         receiver = self._start(self.receiver, *words, content.files, content.each, self.how)
         port = self._word(receiver)
-        paths = content.paths(self.source)
-        sender = self._start(self.sender, "send", self.receiver.address, port, *paths)
+        sender = self._start(self.sender, "send", self.receiver.address, port, *self.source)
         self._word(sender)
 
         def timed() -> float:
@@ -168,7 +162,7 @@ class Bare:
                 raise OSError("bare.py failed")
             return float(ended) - float(said)
 
-        return Turn(timed, self.clean_up)
+        return Turn(timed, lambda: delete_files(self.target))
 
     def _start(self, host: Host, *words: object) -> "subprocess.Popen[str]":
         command = [*host.prefix, sys.executable, PROGRAM, *words]
@@ -192,8 +186,10 @@ Way = Mirrored | Alone | Bare
 class Site:
     """The two hosts, and what was started on them."""
 
-    def __init__(self, hosts: dict[str, Host]) -> None:
+    def __init__(self, hosts: dict[str, Host], quick: bool) -> None:
         self._hosts = hosts
+        self.contents = contents(quick)
+        self._source: list[Path] = []  # what the kernel alone sends, again and again
         self.ways: dict[str, Way] = {}
 
     def start_mirrored(self, place: Workspace, stack: ExitStack) -> Target:
@@ -216,11 +212,17 @@ class Site:
         return mount
 
     def start_bare(self, place: Workspace, stack: ExitStack, how: str) -> Target:
-        source, target = place.folder(f"{how}-source"), place.folder(f"{how}-target")
-        for directory in (source, target):
-            kind = mount_tmpfs(directory, place.ram_bytes, stack)
-        self.ways[f"bare-{how}"] = Bare(source, target, self._hosts["a"], self._hosts["b"], how)
-        return Target(source, f"from and to a {kind}, one connection")
+        if not self._source:
+            directory = place.folder("source")
+            mount_tmpfs(directory, place.ram_bytes, stack)
+            content = self.contents["8 files"]
+            content.write(directory)
+            self._source = content.paths(directory)
+        target = place.folder(f"target-{how}")
+        kind = mount_tmpfs(target, place.ram_bytes, stack)
+        hosts = self._hosts["a"], self._hosts["b"]
+        self.ways[f"bare-{how}"] = Bare(self._source, target, *hosts, how)
+        return Target(target, f"from and to a {kind}, one connection")
 
     def contenders(self) -> list[Contender]:
         return [
@@ -244,7 +246,7 @@ def cases(quick: bool) -> list[Case]:
     found = []
     for name, content in contents(quick).items():
         size = content.files * content.each
-        found += [Case(f"{when}, {name}", f"{when}, {name}", size, no_case) for when in MOMENTS]
+        found += [Case(f"{name} {when}", f"{name} {when}", size, no_case) for when in MOMENTS]
     for size in (1 * MIB, 16 * MIB):
         stream = stream_case(size, 64 * MIB if quick else 2 * GIB)
         name = f"write {stream.title}"
@@ -252,13 +254,13 @@ def cases(quick: bool) -> list[Case]:
     return found
 
 
-def prepare(site: Site, quick: bool, case: Case, contender: Contender) -> Turn | None:
+def prepare(site: Site, case: Case, contender: Contender) -> Turn | None:
     """Return what a contender does at a case; None: nothing."""
     way = site.ways[contender.name]
-    when, _, name = case.name.partition(", ")
-    if not name:
+    when = next((moment for moment in MOMENTS if case.name.endswith(moment)), None)
+    if when is None:
         return None if isinstance(way, Bare) else way.writing(case)
-    content = contents(quick)[name]
+    content = site.contents[case.name.removesuffix(f" {when}")]
     if isinstance(way, Bare):
         return way.transfer(content)
     if isinstance(way, Mirrored):
@@ -270,9 +272,7 @@ MAPPED = Comparison("sendfile, recv_into a map", ["bare-map"])
 FASTEST = Comparison("bare, its fastest form", ["bare-map", "bare-splice"])
 ALONE = Comparison("lmstorfs without a mirror", ["alone"])
 COMPARISONS = [MAPPED, FASTEST, ALONE]
-REPLICATIONS = [
-    f"{when}, {name}" for when in ("as written", "afterwards") for name in contents(True)
-]
+REPLICATIONS = [f"{name} {when}" for when in MOMENTS for name in contents(quick=True)]
 WRITES = ["write 1 MiB", "write 16 MiB"]
 GOALS = [
     Goal(MAPPED, 0.8, REPLICATIONS),
@@ -285,8 +285,8 @@ NOTES = [
     "and by digest; the files are written meanwhile, in writes of 16 MiB",
     "'afterwards' is the replication alone: the mirror starts when all is written and closed, and "
     "the time runs from its origin's connection",
-    "the bare transfers are of files that are there, by the same sizes of buffers, with neither "
-    "digests nor names",
+    "the bare transfers are of as many bytes that are there, into as many files, with the mirror's "
+    "buffers, and with neither digests nor names",
     "'write' runs from the open to the close; the mirror takes the bytes meanwhile",
     "contenders take turns within each repetition, in another order each time",
     "nothing is brought to a store meanwhile; files are deleted after each turn, and the next one "
@@ -299,13 +299,13 @@ def main() -> int:
     arguments = parse_arguments(__doc__.splitlines()[0])
     run = Run("mirror", arguments, NOTES)
     with run.place(QUICK_RAM_BYTES if run.quick else RAM_BYTES) as (place, stack):
-        site = Site(stack.enter_context(network("a", "b")))
+        site = Site(stack.enter_context(network("a", "b")), run.quick)
         results = Results(
             choose(cases(run.quick), arguments.cases),
             choose(site.contenders(), arguments.contenders),
         )
         start_all(results.contenders, place, stack, results)
-        run.measure(results, partial(prepare, site, run.quick), warm_up=results.cases)
+        run.measure(results, partial(prepare, site), warm_up=results.cases)
     verdicts = judge(results, GOALS)
     show(results, COMPARISONS, verdicts, run.about)
     run.write(to_json(results, COMPARISONS, verdicts, run.about))
