@@ -153,7 +153,7 @@ class Daemon:
         self.openlog = OpenLog(config.state / PARTS["ram"] / "opens", adopted=self.takeover)
         self.channel = Channel(device_fd, DataPath(self.opened), self.openlog, passthrough=wanted)
         self.opened.close_backing = self.channel.forget_backing
-        self.drainer = Drainer(self.catalog, self.flusher)
+        self.drainer = Drainer(self.catalog, self.flusher, self.ladder.coming)
         self.report = Report(
             config,
             self.catalog,

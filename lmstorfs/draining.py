@@ -1,6 +1,6 @@
 """Bringing what is dirty to the store, with somebody waiting: `sync` and `unmount`."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import msgspec
@@ -28,9 +28,15 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 class Drainer:
     """Waits for the flusher on behalf of people."""
 
-    def __init__(self, catalog: SqliteCatalog, flusher: Flusher) -> None:
+    def __init__(
+        self, catalog: SqliteCatalog, flusher: Flusher, coming: Callable[[], Collection[int]]
+    ) -> None:
+        """Take `coming`, which tells of inodes whose content is still to come from a mirror."""
         self._catalog = catalog
         self._flusher = flusher
+        self._coming = coming
+        self.let_go: Callable[[], int] = lambda: 0
+        """Lets go of what was deleted and is not needed once the store has the rest."""
 
     def targets(self, paths: list[str]) -> dict[int, Inode]:
         """Return what is dirty now at and below `paths` (relative to the mount point).
@@ -38,6 +44,10 @@ class Drainer:
         No paths means everything. Raises `SetupError` for a path that is not there.
         """
         dirty = {inode.ino: inode for inode in self._catalog.contents.dirty(-1) if inode.ino != 1}
+        for ino in self._coming():
+            inode = self._catalog.find(ino)
+            if inode is not None and inode.dirty and inode.nlink > 0:
+                dirty[ino] = inode
         if not paths or "" in paths:
             return dirty
         chosen: dict[int, Inode] = {}
@@ -52,7 +62,10 @@ class Drainer:
     async def drain(self, paths: list[str], progress: Progress) -> Drained:
         """Return when the store has all that is dirty now; later writes are not waited for."""
         targets = self.targets(paths)
-        await self._bring(targets, progress, names=not paths or "" in paths)
+        names = not paths or "" in paths
+        await self._bring(targets, progress, names=names)
+        if names and self.let_go():
+            await self._bring({}, nobody, names=True)
         # What came into a directory of the store may have moved its times on.
         await self._bring(self._directories_behind(targets), nobody, names=False)
         return Drained(files=len(targets), bytes=_total(targets))
@@ -94,7 +107,8 @@ class Drainer:
                 return True
             # What is still to come into a directory moves its times on again.
             return now.is_dir and bool(self._catalog.contents.awaits_children(now.ino))
-        return now.stored_version >= target.version or (now.tier is None and now.is_file)
+        lost = now.tier is None and now.is_file and now.ino not in self._coming()
+        return now.stored_version >= target.version or not now.dirty or lost
 
     def _told(
         self, targets: dict[int, Inode], waiting: set[int], names_left: int

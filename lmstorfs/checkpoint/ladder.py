@@ -11,7 +11,7 @@ for that file alone.
 
 import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import structlog
@@ -83,6 +83,10 @@ class Ladder:
     def missing(self) -> int:
         """How many versions are still to come."""
         return len(self._missing)
+
+    def coming(self) -> Collection[int]:
+        """Return the inodes whose newest version is still to come."""
+        return self._missing.keys()
 
     def mirror_may_have(self, ino: int, version: int) -> bool:
         """Whether the mirror holds this version, as far as it was asked."""

@@ -144,6 +144,8 @@ def test_a_read_waits_for_its_own_file_alone(tmp_path: Path) -> None:
         assert (new.path / "small").read_bytes() == b"small"
         status = new.status()
         assert (status["state"], status["recovery"]["missing_files"]) == ("recovering", 1)
+        new.sync()  # waits for what is still to come, too
+        assert (site.store / "big.bin").read_bytes() == big
         assert (new.path / "big.bin").read_bytes() == big
         site.hosts["mirror"].link.restore()
 
