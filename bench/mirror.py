@@ -13,7 +13,6 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -29,10 +28,11 @@ from bench.nodes import (
     wait_for_copies,
     wait_until_connected,
     wait_until_freed,
+    wait_until_mirrored,
 )
 from bench.report import Comparison, Goal, Results, judge, show, to_json
 from bench.turns import Run, Turn, choose, delete_files, parse_arguments, start_all
-from bench.workloads import Case, stream_case
+from bench.workloads import Case, no_case, stream_case
 from bench.writer import write_stream
 from lmstorfs.units import GIB, MIB, format_size
 from tests.mounting import Mount
@@ -78,7 +78,7 @@ class Mirrored:
         wait_until_freed(self.mount.state, self.mirror.state)
 
     def settle(self) -> None:
-        wait_for_copies(self.mount, self.mount.path, "mirror")  # also: it is connected
+        wait_until_mirrored(self.mount)
 
     def as_written(self, content: Content) -> Turn:
         """Time from the first write until the mirror has everything."""
@@ -196,7 +196,8 @@ class Site:
         base = place.folder("mirrored")
         mirror = start_mirror(base, self._hosts["b"], place.ram_bytes, stack)
         mount = self._mount(base / "node", place, stack, *peer_options(mirror))
-        self.ways["lmstorfs"] = Mirrored(mount, mirror)
+        self.ways["lmstorfs"] = way = Mirrored(mount, mirror)
+        way.settle()
         size = format_size(place.ram_bytes)
         return Target(mount.path, f"--ram {size}, --mirror on the other host, --ram {size} there")
 
@@ -231,10 +232,6 @@ class Site:
             Contender("bare-map", "sendfile, recv_into a map", partial(self.start_bare, how="map")),
             Contender("bare-splice", "sendfile, splice", partial(self.start_bare, how="splice")),
         ]
-
-
-def no_case(_directory: Path) -> Callable[[], float]:
-    raise AssertionError("this case is prepared by the contender's own way")
 
 
 def contents(quick: bool) -> dict[str, Content]:

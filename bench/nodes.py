@@ -86,6 +86,16 @@ def wait_for_copies(made: Mount, path: Path, copies: str) -> None:
     client.call("wait", path=str(path), copies=copies, give_up_s=COMMAND_TIMEOUT_S)
 
 
+def wait_until_mirrored(made: Mount) -> None:
+    """Return when the mirror is connected and has everything.
+
+    In this order: `wait` would have the store hurry where no mirror answers.
+    """
+    client = ControlClient(made.state)
+    wait_for(lambda: client.call("status")["mirror"]["state"] != "down", "connecting to the mirror")
+    wait_for_copies(made, made.path, "mirror")
+
+
 def wait_until_freed(*states: Path) -> None:
     """Wait until deleted files have given their memory back on all these nodes."""
     for state in states:

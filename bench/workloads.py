@@ -35,6 +35,11 @@ class Case:
     prepare: Callable[[Path], Timed]
 
 
+def no_case(_directory: Path) -> Timed:
+    """Stand in for `prepare` where contenders differ in what they do at a case."""
+    raise AssertionError("this case is prepared by the contender's own way")
+
+
 def stream_case(size: int, total: int) -> Case:
     """One stream of writes of `size`, by plain `os.write` from one buffer."""
 

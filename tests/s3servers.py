@@ -102,21 +102,26 @@ def tool(name: str) -> str:
 
 @contextmanager
 def rclone_s3(
-    folder: Path, *, port: int | None = None, keys: tuple[str, str] | None = None
+    folder: Path,
+    *,
+    port: int | None = None,
+    keys: tuple[str, str] | None = None,
+    address: str = "127.0.0.1",
 ) -> Iterator[S3Server]:
     """Run `rclone serve s3` on `folder`, whose subfolder `ckpt` is the bucket.
 
-    Anonymous without `keys` (id, secret). A `port` of one's own lets a server come back.
+    Anonymous without `keys` (id, secret). A `port` of one's own lets a server come back, and the
+    `outside_address` of hosts (namespaces.py) lets them reach it.
     """
     bucket = folder / BUCKET
     bucket.mkdir(parents=True, exist_ok=True)
     port = port or free_port()
-    command = [tool("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}"]
+    command = [tool("rclone"), "serve", "s3", "--addr", f"{address}:{port}"]
     if keys is not None:
         command += ["--auth-key", ",".join(keys)]
     access, secret = keys or (None, None)
     with _running([*command, str(folder)], folder.parent / f"rclone-{port}.log") as process:
-        server = S3Server(f"http://127.0.0.1:{port}", BUCKET, process, bucket, access, secret)
+        server = S3Server(f"http://{address}:{port}", BUCKET, process, bucket, access, secret)
         _wait_until_serving(server)
         yield server
 
