@@ -223,9 +223,11 @@ def unmount(
         launch.clear_dead_mount(os.path.abspath(mountpoint), None)  # noqa: PTH100 - dead: text only
         console.say(f"unmounted {mountpoint}; its daemon was dead")
         return
+    done: dict[str, Any] | None = None
     try:
         with console.transfer_progress("draining") as update:
-            ControlClient(found.state).call("unmount", on_progress=update, drain=not no_drain)
+            client = ControlClient(found.state)
+            done = client.call("unmount", on_progress=update, drain=not no_drain)
     except DaemonGoneError as error:
         if lock_held(found.state) and not isinstance(error, DaemonDownError):
             launch.wait_until_gone(found.mountpoint, found.state)
@@ -234,6 +236,12 @@ def unmount(
             return
     launch.wait_until_gone(found.mountpoint, found.state)
     console.say(f"unmounted {found.mountpoint}")
+    if done and done["kept_bytes"] and not no_drain:
+        size = format_size(done["kept_bytes"])
+        console.note(
+            f"{size} of a deleted checkpoint stay in RAM, as no newer one is whole: mount again "
+            "and see lmstorfs undelete, or mount with --no-guard to let it go"
+        )
 
 
 def _to_unmount(mountpoint: str) -> Mount | None:

@@ -1,8 +1,11 @@
 """The commands about checkpoints and their copies: which there are, and waiting for them."""
 
 import os
+import shlex
+import shutil
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 
@@ -52,11 +55,79 @@ def latest(
     """Print the path of the newest complete checkpoint at or below PATH, for --resume."""
     found, below = locate(path)
     client = ControlClient(found.state)
-    newest = client.call("latest", timeout=LATEST_TIMEOUT_S, path=below)["path"]
-    if newest is not None:
-        console.say_path(os.path.join(found.mountpoint, newest))  # noqa: PTH118 - bytes stay
+    answer = client.call("latest", timeout=LATEST_TIMEOUT_S, path=below)
+    if answer["path"] is not None:
+        console.say_path(_absolute(found, answer["path"]))
         return
-    raise SetupError(f"there is no complete checkpoint in {below}; see lmstorfs checkpoints")
+    advice = "see lmstorfs checkpoints"
+    if answer["deleted"] is not None:
+        advice = (
+            "the newest was deleted and is kept: lmstorfs undelete "
+            f"{shlex.quote(_absolute(found, answer['deleted']))} brings it back"
+        )
+    raise SetupError(f"there is no complete checkpoint in {below}; {advice}")
+
+
+@copies.command(
+    epilog="Examples:\n\n  lmstorfs undelete\n\n  lmstorfs undelete /ckpt/step-3000\n\n"
+    "  lmstorfs undelete /ckpt/last.pt --to /ckpt/before.pt"
+)
+def undelete(
+    path: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PATH]",
+            help="The checkpoint's path as it was. The mount point, or nothing: list them.",
+        ),
+    ] = None,
+    to: Annotated[
+        str | None, typer.Option("--to", metavar="NEWPATH", help="Bring it back as this.")
+    ] = None,
+    discard: Annotated[
+        bool, typer.Option("--discard", help="Let it go for good instead: its room is free.")
+    ] = False,
+    json: JsonOption = False,
+) -> None:
+    """Bring back a checkpoint that was deleted before a newer one was safe."""
+    found, below = locate(path) if path is not None else (only_mount(), "")
+    client = ControlClient(found.state)
+    kept = client.call("undelete", timeout=STATUS_TIMEOUT_S, path=found.mountpoint)
+    if below in ("", found.mountpoint):
+        if json:
+            console.show_json(kept)
+        else:
+            console.output().print(console.kept_table(kept["kept"], found.mountpoint))
+        return
+    if discard:
+        client.call("undelete", timeout=STATUS_TIMEOUT_S, path=below, discard=True)
+        console.say(f"{below} is gone for good")
+        return
+    target = None if to is None else locate(to)[1]
+    if target is not None:
+        _copy_what_is_left(found, below, target, kept["kept"])
+    answer = client.call("undelete", timeout=LATEST_TIMEOUT_S, path=below, to=target)
+    if json:
+        console.show_json(answer)
+        return
+    for problem in answer["problems"]:
+        console.note(problem)
+    size = f"{console.files(answer['files'])}, {format_size(answer['bytes'])}"
+    console.say(f"{_absolute(found, answer['path'])} is back ({size})")
+
+
+def _copy_what_is_left(found: Mount, path: str, to: str, kept: list[dict[str, Any]]) -> None:
+    """Copy what still lies under the checkpoint's old name: it belongs to both."""
+    mine = [each for each in kept if _absolute(found, each["path"]) == path]
+    for name in mine[0]["still_there"] if mine else []:
+        source = Path(_absolute(found, name))
+        target = Path(to) / source.relative_to(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if not target.exists():
+            shutil.copy2(source, target)
+
+
+def _absolute(found: Mount, path: str) -> str:
+    return os.path.join(found.mountpoint, path)  # noqa: PTH118 - bytes stay
 
 
 @copies.command(epilog="Examples:\n\n  lmstorfs sync\n\n  lmstorfs sync /ckpt/run-7/step-3000")

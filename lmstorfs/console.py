@@ -34,7 +34,14 @@ if TYPE_CHECKING:
 NEWEST_SHOWN = 5
 BAR_CELLS = 24
 STATE_STYLES = {"ready": "green", "degraded": "red", "draining": "yellow", "recovering": "yellow"}
-WORD_STYLES = {"stored": "green", "mirrored": "cyan", "written": "yellow", "being written": "dim"}
+WORD_STYLES = {
+    "stored": "green",
+    "mirrored": "cyan",
+    "written": "yellow",
+    "being written": "dim",
+    "lacks files": "red",
+    "deleted, kept": "dim",
+}
 LEVEL_STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 COPIES = ("ram", "ssd", "mirror", "store")
 
@@ -102,7 +109,14 @@ def has_copy(checkpoint: Json, place: str) -> bool:
 
 
 def safety(checkpoint: Json) -> str:
-    """Return how safe a checkpoint is, in one word: being written, written, mirrored, stored."""
+    """Return how safe a checkpoint is, in one word: being written, written, mirrored, stored.
+
+    Or that it is deleted and kept, or lacks files that the one before it had.
+    """
+    if checkpoint.get("deleted"):
+        return "deleted, kept"
+    if checkpoint.get("lacks"):
+        return "lacks files"
     if not checkpoint["complete"]:
         return "being written"
     if has_copy(checkpoint, "store"):
@@ -121,10 +135,37 @@ def headline(status: Json) -> Text:
         "mirrored": "a second node has it, the store not yet",
         "written": "only this node has it; `lmstorfs sync` waits until the store has it too",
         "being written": "not complete; the one before it counts",
+        "lacks files": f"not complete; {_some(newest.get('lacks', []))} missing or not whole",
+        "deleted, kept": "`lmstorfs undelete` brings it back until a newer one is safe",
     }[word]
     line = Text("newest checkpoint ")
     line.append(_printable(str(newest["path"])), style="bold")
     return line.append(" is ").append(word, style=WORD_STYLES[word]).append(f": {meaning}")
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(_printable(name) for name in names[:2])
+    more = f" and {len(names) - 2} more" if len(names) > 2 else ""
+    return f"{shown}{more} {'is' if len(names) == 1 else 'are'}"
+
+
+def kept_table(kept: list[dict[str, Any]], mountpoint: str) -> RenderableType:
+    """Return the checkpoints that were deleted and can be brought back."""
+    if not kept:
+        return Text("nothing that was deleted is kept")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("DELETED, KEPT", overflow="fold", ratio=1)
+    for name in ("FILES", "SIZE", "CLOSED", "DELETED"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for each in kept:
+        table.add_row(
+            Text(_printable(f"{mountpoint.rstrip('/')}/{each['path']}")),
+            str(each["files"]),
+            format_size(each["bytes"]),
+            _age(each["closed_at"]),
+            _age(each["deleted_at"]),
+        )
+    return table
 
 
 def checkpoint_table(checkpoints: list[dict[str, Any]]) -> RenderableType:
@@ -231,6 +272,10 @@ def _facts(status: Json) -> Iterator[tuple[str, Text]]:
     missing = status.get("recovery", {}).get("missing_files", 0)
     if missing:
         yield "recovering", Text(f"{files(missing)} still to come", style="yellow")
+    guarded = status.get("guarded") or {"files": 0}
+    if guarded["files"]:
+        size = format_size(guarded["bytes"])
+        yield "kept", Text(f"{files(guarded['files'])} of deleted checkpoints, {size}")
     corrupt = status.get("recovery", {}).get("corrupt_copies", 0)
     if corrupt:
         yield "corrupt", Text(f"{corrupt} copies were found corrupt and dropped", style="red")

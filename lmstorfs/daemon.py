@@ -22,12 +22,15 @@ from lmstorfs import mounts
 from lmstorfs.catalog import Merger
 from lmstorfs.checkpoint import Digester, Flusher, NameSync, Versions
 from lmstorfs.checkpoint.fence import Fence
+from lmstorfs.checkpoint.guard import Guard
 from lmstorfs.checkpoint.ladder import Ladder
 from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.checkpoint.mirror.streams import Growing
 from lmstorfs.checkpoint.passed import PassedVersions
 from lmstorfs.checkpoint.recovery import adopt, note_closed
 from lmstorfs.checkpoint.seals import Seals
+from lmstorfs.checkpoint.surveyor import Surveyor
+from lmstorfs.checkpoint.undelete import Undeleter
 from lmstorfs.config import PARTS, MountConfig, read_config
 from lmstorfs.control import ControlServer
 from lmstorfs.dataset import Fetcher
@@ -42,6 +45,7 @@ from lmstorfs.equipment import (
 )
 from lmstorfs.errors import LmstorfsError
 from lmstorfs.fuse.channel import Channel
+from lmstorfs.fuse.choosing import why_userspace
 from lmstorfs.fuse.data import DataPath
 from lmstorfs.fuse.handle import handle_writable
 from lmstorfs.fuse.handles import OpenFiles
@@ -130,6 +134,16 @@ class Daemon:
         self.flusher.on_suspect = self.ladder.suspect
         if self.mirror is not None:
             self.mirror.on_suspect = self.ladder.suspect
+        mirror_holds = self.mirror.holds if self.mirror is not None else lambda ino, version: False
+        self.surveyor = Surveyor(self.catalog, self.flusher, mirror_holds)
+        self.guard = Guard(
+            self.catalog,
+            self.placement,
+            self.flusher,
+            self.surveyor,
+            self._is_open,
+            enabled=config.guard,
+        )
         self.opened = OpenFiles(
             self.catalog,
             self.placement,
@@ -138,6 +152,7 @@ class Daemon:
             self.digester,
             self.fetcher,
             self.ladder,
+            self.guard,
         )
         self.replicas = replicas_kept(config)
         self.refresher = Refresher(
@@ -154,6 +169,7 @@ class Daemon:
         self.channel = Channel(device_fd, DataPath(self.opened), self.openlog, passthrough=wanted)
         self.opened.close_backing = self.channel.forget_backing
         self.drainer = Drainer(self.catalog, self.flusher, self.ladder.coming)
+        self.drainer.let_go = self.guard.look
         self.report = Report(
             config,
             self.catalog,
@@ -164,6 +180,8 @@ class Daemon:
             self.ladder,
             self.mirror,
             self.replicas,
+            self.guard,
+            self.surveyor,
         )
         self.report.restarts = restarts
         self.control = ControlOperations(
@@ -174,6 +192,18 @@ class Daemon:
             self.drainer,
             self.report,
             StoreSearch(self.catalog, self.refresher),
+            self.guard,
+            Undeleter(
+                self.catalog,
+                self.placement,
+                self.guard,
+                self.surveyor,
+                self.ladder,
+                self.flusher,
+                self.digester,
+                self.mirror,
+                self.refresher.made_here,
+            ),
         )
         self._signals = 0
 
@@ -218,6 +248,7 @@ class Daemon:
                 self.digester,
                 self.versions,
                 self.refresher,
+                self.guard,
             ):
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
@@ -285,31 +316,11 @@ class Daemon:
         served.set()
 
     def _settle_data_path(self) -> None:
-        reason = None
-        if self.config.data_path == "userspace":
-            reason = "asked for by -o data_path=userspace"
-        elif os.geteuid() != 0:
-            reason = "passthrough needs root (CAP_SYS_ADMIN)"
-        elif not self.channel.passthrough:
-            reason = f"kernel {os.uname().release} has no FUSE passthrough (6.9 and newer have)"
-        else:
-            reason = self._refused()
+        ram = self.placement.tiers[0].directory
+        reason = why_userspace(self.config.data_path, self.channel, ram)
         self.opened.passthrough = self.channel.passthrough = reason is None
         self.report.data_path = "userspace" if reason else "passthrough"
         self.report.data_path_reason = reason
-
-    def _refused(self) -> str | None:
-        """Try passthrough with a file of the RAM tier; return why it is not to be had."""
-        probe = self.placement.tiers[0].directory / "probe"
-        fd = os.open(probe, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            self.channel.backing_close(self.channel.backing_open(fd))
-        except OSError as error:
-            return f"the kernel refused passthrough: {error.strerror}"
-        finally:
-            os.close(fd)
-            probe.unlink()
-        return None
 
     def _say_ready(self, ready_fd: int) -> None:
         answer = {
@@ -326,14 +337,15 @@ class Daemon:
         self.report.state = "draining"
         self.flusher.hurry = True
         self.flusher.wake()
+        self.guard.look()
         while self.control.drain_at_end and self._left() and self.fence.reason is None:
             await self.drainer.drain([], nobody)
         torn = self.report.torn()
         if torn:
             log.warning("never closed, and not in the store", files=torn)
-        left = self._left()
-        log.info("unmounted", left=left)
-        return left > 0
+        left, kept = self._left(), self.guard.only_here()
+        log.info("unmounted", left=left, kept_bytes=kept)
+        return left + kept > 0
 
     def _left(self) -> int:
         return self.catalog.contents.pending().files + len(self.catalog.journal)

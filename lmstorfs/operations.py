@@ -10,7 +10,9 @@ import trio
 from lmstorfs import __version__
 from lmstorfs.catalog import SqliteCatalog
 from lmstorfs.checkpoint import Flusher
+from lmstorfs.checkpoint.guard import Guard
 from lmstorfs.checkpoint.mirror.client import Mirror
+from lmstorfs.checkpoint.undelete import Undeleter
 from lmstorfs.config import MountConfig
 from lmstorfs.control import Handler, Progress
 from lmstorfs.draining import Drainer
@@ -33,6 +35,8 @@ class ControlOperations:
         drainer: Drainer,
         report: Report,
         search: StoreSearch,
+        guard: Guard,
+        undeleter: Undeleter,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -41,6 +45,8 @@ class ControlOperations:
         self._drainer = drainer
         self._report = report
         self._search = search
+        self._guard = guard
+        self._undeleter = undeleter
         self.drain_at_end = True
         """Whether what is dirty is brought to the store once the mount is gone."""
 
@@ -53,6 +59,7 @@ class ControlOperations:
             "sync": self._sync,
             "unmount": self._unmount,
             "wait": self._wait,
+            "undelete": self._undelete,
         }
 
     async def _status(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -65,11 +72,32 @@ class ControlOperations:
     async def _latest(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()
         below = _relative(request["path"], self._config.mountpoint)
-        for checkpoint in self._report.checkpoints():
-            within = f"{checkpoint['path']}/".startswith(f"{below}/" if below else "")
-            if within and checkpoint["complete"] and checkpoint["weights"]:
+        found = self._report.checkpoints()
+        for checkpoint in found:
+            if _is_usable(checkpoint) and _is_within(checkpoint["path"], below):
                 return {"path": checkpoint["path"]}
-        return {"path": await self._search.newest(below)}
+        lacking = [each["path"] for each in found if each["lacks"] and not each["deleted"]]
+        deleted = [each["path"] for each in found if each["deleted"] and each["complete"]]
+        return {
+            "path": await self._search.newest(below, lacking),
+            "deleted": next((path for path in deleted if _is_within(path, below)), None),
+        }
+
+    async def _undelete(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
+        await self._catch_up()
+        path = _relative(request["path"], self._config.mountpoint)
+        if not path:
+            return {"kept": self._undeleter.kept()}
+        if self._config.read_only:
+            raise SetupError(f"{self._config.mountpoint} is mounted read-only")
+        if request.get("discard"):
+            self._undeleter.discard(path)
+            return {"path": path}
+        to = request.get("to")
+        target = None if to is None else _relative(to, self._config.mountpoint)
+        if target == "":
+            raise SetupError(f"--to {to}: name a new path below the mount point")
+        return await self._undeleter.undelete(path, target)
 
     async def _sync(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()
@@ -99,6 +127,7 @@ class ControlOperations:
                 await self._catch_up()
                 await self._drainer.drain([], progress)
             self.drain_at_end = drain
+            kept = self._guard.only_here()
             await trio.to_thread.run_sync(
                 lambda: unmount_fuse(self._config.mountpoint, lazy=False), abandon_on_cancel=True
             )
@@ -106,14 +135,22 @@ class ControlOperations:
             raise SetupError(_busy(self._config.mountpoint, error)) from error
         finally:
             self._report.state = "ready"
-        return {"unmounted": True, "torn": self._report.torn()}
+        return {"unmounted": True, "torn": self._report.torn(), "kept_bytes": kept}
+
+
+def _is_usable(checkpoint: dict[str, Any]) -> bool:
+    return checkpoint["complete"] and checkpoint["weights"] and not checkpoint["deleted"]
+
+
+def _is_within(path: str, below: str) -> bool:
+    return f"{path}/".startswith(f"{below}/" if below else "")
 
 
 def _newest_of_each(found: list[dict[str, Any]]) -> dict[str, str | None]:
     """Return for each place the newest complete checkpoint that it holds whole."""
     newest: dict[str, str | None] = dict.fromkeys(("ram", "ssd", "mirror", "store"))
     for checkpoint in reversed(found):
-        if checkpoint["complete"] and checkpoint["weights"]:
+        if _is_usable(checkpoint):
             for place, has_all in checkpoint["copies"].items():
                 if has_all:
                     newest[place] = checkpoint["path"]

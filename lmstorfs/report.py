@@ -7,10 +7,12 @@ import msgspec
 
 from lmstorfs.catalog import SqliteCatalog
 from lmstorfs.checkpoint import Checkpoint, Flusher, checkpoints
+from lmstorfs.checkpoint.guard import Guard
 from lmstorfs.checkpoint.ladder import Ladder
 from lmstorfs.checkpoint.mirror.client import Mirror
 from lmstorfs.checkpoint.mirror.service import Replicas
 from lmstorfs.checkpoint.recovery import Adopted
+from lmstorfs.checkpoint.surveyor import Surveyor
 from lmstorfs.config import PARTS, MountConfig
 from lmstorfs.dataset import Fetcher
 from lmstorfs.fuse.handles import OpenFiles
@@ -33,6 +35,8 @@ class Report:
         ladder: Ladder,
         mirror: Mirror | None,
         replicas: Replicas | None,
+        guard: Guard,
+        surveyor: Surveyor,
     ) -> None:
         self._config = config
         self._catalog = catalog
@@ -43,6 +47,8 @@ class Report:
         self._ladder = ladder
         self._mirror = mirror
         self._replicas = replicas
+        self._guard = guard
+        self._surveyor = surveyor
         self.adopted = Adopted()
         """What the daemon found when it started."""
         self.restarts = 0
@@ -76,6 +82,7 @@ class Report:
             "tiers": [self._tier(tier) for tier in self._placement.tiers],
             "mirror": self._mirror_status(),
             "replicas": self._replicas_held(),
+            "guarded": msgspec.to_builtins(self._guard.statistics()),
             "reads": {
                 key: value
                 for key, value in msgspec.to_builtins(self._fetcher.reads).items()
@@ -155,7 +162,7 @@ class Report:
         return dict(statistics)
 
     def checkpoints(self, limit: int = 1000) -> list[dict[str, Any]]:
-        """Return the newest checkpoints, newest first."""
+        """Return the newest checkpoints, newest first; then those that are deleted and kept."""
         found = checkpoints.group(
             self._catalog.contents.recent(_RECENT_FILES),
             self._catalog.path,
@@ -163,7 +170,12 @@ class Report:
             limit,
             self._mirror.holds if self._mirror is not None else lambda ino, version: False,
         )
-        return [_as_dict(checkpoint) for checkpoint in found]
+        seen = self._surveyor.survey()
+        lacks = {sighting.path: sighting.lacks for sighting in seen if sighting.number is None}
+        for checkpoint in found:
+            checkpoint.lacks = lacks.get(checkpoint.path, [])
+            checkpoint.complete &= not checkpoint.lacks
+        return [_as_dict(checkpoint) for checkpoint in [*found, *self._surveyor.deleted(seen)]]
 
     def _is_written(self, ino: int) -> bool:
         opened = self._opened.get(ino)

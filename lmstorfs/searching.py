@@ -1,6 +1,7 @@
 """Finding the newest complete checkpoint where only the store can tell: `lmstorfs latest`."""
 
 from collections import deque
+from collections.abc import Collection
 
 from lmstorfs.catalog import Inode, SqliteCatalog
 from lmstorfs.checkpoint.checkpoints import checkpoint_of, holds_weights, is_temporary
@@ -18,9 +19,10 @@ class StoreSearch:
         self._catalog = catalog
         self._refresher = refresher
 
-    async def newest(self, below: str) -> str | None:
+    async def newest(self, below: str, but: Collection[str] = ()) -> str | None:
         """Return the path of the newest complete checkpoint at or below `below`; None: none.
 
+        `but` are known not to be complete.
         Raises `DeadlineError` where the store does not answer.
         """
         start = self._catalog.resolve(below)
@@ -31,7 +33,7 @@ class StoreSearch:
             found.setdefault(checkpoint_of(path), []).append(inode)
         newest = sorted(found.items(), key=lambda item: -max(i.mtime_ns for i in item[1]))
         for name, files in newest[:_CANDIDATES_MAX]:
-            if await self._is_complete(name, files):
+            if name not in but and await self._is_complete(name, files):
                 return name
         return None
 

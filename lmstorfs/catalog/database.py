@@ -46,6 +46,8 @@ CREATE INDEX IF NOT EXISTS inodes_in_tier ON inodes (tier) WHERE tier IS NOT NUL
 CREATE INDEX IF NOT EXISTS inodes_closed ON inodes (closed_at) WHERE closed_at IS NOT NULL;
 CREATE INDEX IF NOT EXISTS inodes_orphaned ON inodes (ino) WHERE nlink = 0;
 CREATE INDEX IF NOT EXISTS inodes_writing ON inodes (ino) WHERE writing;
+CREATE INDEX IF NOT EXISTS inodes_kept ON inodes (stored_key)
+    WHERE nlink = 0 AND stored_key IS NOT NULL;
 CREATE TABLE IF NOT EXISTS xattrs (
     ino INTEGER NOT NULL, name BLOB NOT NULL, value BLOB NOT NULL, PRIMARY KEY (ino, name)
 ) WITHOUT ROWID;
@@ -61,6 +63,8 @@ CREATE TABLE IF NOT EXISTS guarded (
     deleted_at REAL NOT NULL, number INTEGER NOT NULL, version INTEGER NOT NULL,
     weights INTEGER NOT NULL
 );
+CREATE INDEX IF NOT EXISTS guarded_by_set ON guarded (number, weights, deleted_at);
+CREATE INDEX IF NOT EXISTS guarded_by_checkpoint ON guarded (checkpoint, number);
 CREATE TABLE IF NOT EXISTS done (
     slot INTEGER PRIMARY KEY, number INTEGER NOT NULL, ino INTEGER NOT NULL
 );

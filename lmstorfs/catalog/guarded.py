@@ -18,8 +18,7 @@ from lmstorfs.store.keys import OWN_PREFIX
 
 DELETED = OWN_PREFIX + "deleted"  # the store's directory for objects that had to make way
 
-_KEPT = "i.ino IN (SELECT ino FROM guarded WHERE deleted_at > 0) AND i.nlink = 0"
-_AT_OR_BELOW = "(i.stored_key = ? OR (i.stored_key > ? AND i.stored_key < ?))"
+_UNNAMED = "i.nlink = 0 AND i.stored_key IS NOT NULL"  # the words of the partial index
 
 
 class GuardedFile(msgspec.Struct, frozen=True):
@@ -36,7 +35,7 @@ class GuardedFile(msgspec.Struct, frozen=True):
     version: int
     """The version that belongs to the checkpoint."""
     weights: int
-    """1 for a file of weights that every save writes anew."""
+    """More than 0 for a file of weights that every save writes anew."""
 
 
 class Guarded:
@@ -48,10 +47,28 @@ class Guarded:
 
     # --- reading -----------------------------------------------------------------------------
 
-    def rows(self) -> list[GuardedFile]:
-        """Return all rows, the sets in order."""
-        rows = self._db.execute("SELECT * FROM guarded ORDER BY number, path")
+    def rows(self, number: int | None = None) -> list[GuardedFile]:
+        """Return all rows, the sets in order; or those of one set."""
+        rows = self._db.execute(
+            "SELECT * FROM guarded WHERE ? IS NULL OR number = ? ORDER BY number, path",
+            (number, number),
+        )
         return [GuardedFile(*row) for row in rows]
+
+    def newest_set(self, checkpoint: str) -> int | None:
+        """Return the number of the newest set of a checkpoint, None where there is none."""
+        (number,) = self._db.execute(
+            "SELECT MAX(number) FROM guarded WHERE checkpoint = ?", (checkpoint,)
+        ).fetchone()
+        return None if number is None else int(number)
+
+    def keeps_weights(self, number: int) -> bool:
+        """Whether any file of weights of the set is kept already."""
+        row = self._db.execute(
+            "SELECT 1 FROM guarded WHERE number = ? AND weights > 0 AND deleted_at > 0 LIMIT 1",
+            (number,),
+        ).fetchone()
+        return row is not None
 
     def find(self, ino: int) -> GuardedFile | None:
         """Return the row of `ino`, or None."""
@@ -74,32 +91,42 @@ class Guarded:
         return not self.is_empty() and bool(self._at_or_below(key))
 
     def _at_or_below(self, key: str) -> list[Inode]:
-        return self._db.inodes(f"WHERE {_KEPT} AND {_AT_OR_BELOW}", (key, key + "/", key + "0"))
+        found = self._db.inodes(f"WHERE {_UNNAMED} AND i.stored_key = ?", (key,))
+        found += self._db.inodes(
+            f"WHERE {_UNNAMED} AND i.stored_key > ? AND i.stored_key < ?", (key + "/", key + "0")
+        )
+        return [inode for inode in found if self.keeps(inode.ino)]
 
     # --- sets --------------------------------------------------------------------------------
 
-    def begin(self, checkpoint: str, files: Iterable[GuardedFile]) -> int:
-        """Make a set of these files (their `number` is not looked at); return its number.
+    def begin(self, files: Iterable[GuardedFile]) -> int:
+        """Make a set of these files (their `number` is not looked at); return its number."""
+        (last,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM guarded").fetchone()
+        self.extend(int(last) + 1, files)
+        return int(last) + 1
 
-        Rows of an older set that still have their names belong to the new one from now on.
-        """
+    def extend(self, number: int, files: Iterable[GuardedFile]) -> None:
+        """Let these files belong to the set, whichever they belonged to before."""
         with self._db.transaction():
-            (last,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM guarded").fetchone()
-            number = int(last) + 1
             for file in files:
                 self._db.execute(
                     "INSERT OR REPLACE INTO guarded VALUES (?, ?, ?, ?, ?, ?, ?)",
-                    (file.ino, file.path, checkpoint, 0.0, number, file.version, file.weights),
+                    (file.ino, file.path, file.checkpoint, 0.0, number, file.version, file.weights),
                 )
-        return number
+
+    def set_weights(self, ino: int, weights: int) -> None:
+        """Change what is thought of a file of weights."""
+        self._db.execute("UPDATE guarded SET weights = ? WHERE ino = ?", (weights, ino))
 
     def deleted(self, ino: int) -> None:
         """The file is about to lose its name, and is kept."""
         self._db.execute("UPDATE guarded SET deleted_at = ? WHERE ino = ?", (time.time(), ino))
 
-    def end(self, number: int) -> None:
-        """Forget a set; what becomes of its files is the caller's."""
-        self._db.execute("DELETE FROM guarded WHERE number = ?", (number,))
+    def forget(self, files: Iterable[GuardedFile]) -> None:
+        """Remove rows; what becomes of the files is the caller's."""
+        with self._db.transaction():
+            for file in files:
+                self._db.execute("DELETE FROM guarded WHERE ino = ?", (file.ino,))
 
     def split(self, ino: int) -> int:
         """Give the content of `ino` to a new inode without a name; return that one's number.

@@ -57,6 +57,10 @@ class Checkpoint(msgspec.Struct, kw_only=True):
     copies: Copies
     closed_at: float = 0.0
     """When its newest file was closed, seconds since the epoch."""
+    lacks: list[str] = []
+    """Names of files that the one before it had and this one has not, or not in full."""
+    deleted: bool = False
+    """Whether it was deleted, and the guard keeps it for `lmstorfs undelete`."""
 
     @property
     def word(self) -> str:
@@ -71,6 +75,12 @@ class Checkpoint(msgspec.Struct, kw_only=True):
 def holds_weights(path: str) -> bool:
     """Whether the file at `path` is of a kind that weights are kept in; a log is not."""
     return path.endswith(_WEIGHTS)
+
+
+def names_step(checkpoint: str) -> bool:
+    """Whether a checkpoint's name says at which step it was saved: then it is written once."""
+    name = checkpoint.rpartition("/")[2]
+    return name.isdecimal() or _STEP.search(name) is not None
 
 
 def is_temporary(name: str) -> bool:

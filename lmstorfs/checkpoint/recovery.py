@@ -161,4 +161,5 @@ def _adopt_writing(
         catalog.contents.end_writing(inode.ino)
     else:
         catalog.contents.doubt(inode.ino)
-        result.torn.append(catalog.path(inode.ino) or f"inode {inode.ino}")
+        if inode.nlink:
+            result.torn.append(catalog.path(inode.ino) or f"inode {inode.ino}")

@@ -14,6 +14,7 @@ import trio
 
 from lmstorfs.catalog import Inode, NamespaceError, SqliteCatalog
 from lmstorfs.checkpoint import Digester, Flusher, Versions
+from lmstorfs.checkpoint.guard import Guard
 from lmstorfs.checkpoint.ladder import Ladder, LostCopyError
 from lmstorfs.dataset import Fetcher
 from lmstorfs.fuse.handle import handle_ino, handle_writable, make_handle
@@ -42,6 +43,7 @@ class OpenFiles:
         digester: Digester,
         fetcher: Fetcher,
         ladder: Ladder,
+        guard: Guard,
     ) -> None:
         self.catalog = catalog
         self.placement = placement
@@ -50,6 +52,7 @@ class OpenFiles:
         self.digester = digester
         self.fetcher = fetcher
         self.ladder = ladder
+        self.guard = guard
         self.passthrough = False
         """Whether the kernel gives passthrough; set once INIT was answered."""
         self.close_backing: Callable[[int, int], None] = lambda ino, backing_id: None
@@ -95,6 +98,8 @@ class OpenFiles:
                 inode = self.catalog.get(ino)
                 truncate = bool(flags & os.O_TRUNC) and handle_writable(handle)
                 opened = self._files.get(ino)
+                if opened is None and truncate and self.guard.losing_content(inode):
+                    inode = self.catalog.get(ino)
                 if opened is None:
                     opened = await self._load(inode, handle_writable(handle), truncate)
                     self._files[ino] = opened
@@ -304,6 +309,8 @@ class OpenFiles:
         assert opened.tier is not None
         inode = self.catalog.find(opened.ino)
         if inode is None or inode.nlink == 0:
+            if inode is not None and self.guard.keeps(opened.ino):
+                self._settle_kept(opened, inode)
             return
         found = os.fstat(opened.fd)
         self.placement.learn(opened.name, found.st_size)
@@ -321,6 +328,16 @@ class OpenFiles:
         opened.tier.settle(opened.ino, opened.fd)
         opened.vouched = False
         self.flusher.wake()
+
+    def _settle_kept(self, opened: OpenFile, inode: Inode) -> None:
+        """The last writer of a file that was deleted and is kept is gone."""
+        assert opened.fd is not None
+        assert opened.tier is not None
+        if inode.is_version(os.fstat(opened.fd)):
+            self.catalog.contents.end_writing(opened.ino)
+        else:
+            self.catalog.contents.doubt(opened.ino)
+        opened.tier.settle(opened.ino, opened.fd)
 
     def set_times(self, inode: Inode, atime_ns: int, mtime_ns: int) -> None:
         """Do what utimensat(2) asks. The tier's file has the same mtime: it tells of writes."""
@@ -344,6 +361,8 @@ class OpenFiles:
         if opened.fd is not None:
             os.close(opened.fd)
         inode = self.catalog.find(opened.ino)
+        if self.guard.keeps(opened.ino):
+            return
         if inode is None or inode.nlink == 0:
             if opened.tier is not None:
                 self.placement.drop(opened.ino, opened.tier.name)

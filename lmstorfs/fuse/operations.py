@@ -192,8 +192,9 @@ class Operations(XattrOperations):
         self._check_writable()
         if self._done(ctx) is not None:
             return
-        await self._find(parent_inode, name)
+        inode = await self._find(parent_inode, name)
         with self._catalog.db.once(ctx.pid):
+            self._files.guard.losing_name(inode)
             gone = self._catalog.unlink(parent_inode, name)
         self._gone(gone)
 
@@ -218,9 +219,12 @@ class Operations(XattrOperations):
         self._check_writable()
         if self._done(ctx) is not None:
             return
-        await self._find(parent_inode_old, name_old)
+        inode = await self._find(parent_inode_old, name_old)
         await self._refresher.look(self._catalog.get(parent_inode_new))
         with self._catalog.db.once(ctx.pid):
+            target = self._catalog.lookup(parent_inode_new, name_new)
+            if target is not None and target.ino != inode.ino and not flags:
+                self._files.guard.losing_name(target)
             replaced = self._catalog.rename(
                 parent_inode_old, name_old, parent_inode_new, name_new, flags
             )
@@ -238,7 +242,7 @@ class Operations(XattrOperations):
         """An inode lost its name: stop what is under way for it, free what nobody has open."""
         self._files.flusher.cancel(inode.ino)
         self._files.digester.forget(inode.ino)
-        if not self._files.is_open(inode.ino):
+        if not self._files.is_open(inode.ino) and not self._files.guard.keeps(inode.ino):
             self._files.placement.drop(inode.ino, inode.tier)
 
     # --- files -------------------------------------------------------------------------------

@@ -40,6 +40,8 @@ class Placement:
         self._is_open = is_open
         self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._kinds: OrderedDict[bytes, int] = OrderedDict()
+        self.spare: Callable[[Tier], bool] = lambda tier: False
+        """Called where a tier lacks room; returns whether it gave up something that was kept."""
 
     def tier(self, name: str | None) -> Tier | None:
         """Return the tier called `name`."""
@@ -102,21 +104,27 @@ class Placement:
             victims.append(inode)
             room += tier.held(inode.ino)
         if room < wanted:
-            return False
+            return self.spare(tier) and self.make_room(tier, wanted)
         for inode in victims:
             self.evict(tier, inode.ino)
         return tier.free_bytes >= wanted
 
     def _candidates(self, tier: Tier) -> list[Inode]:
-        """Return what may be evicted, least recently used first, newest checkpoints last."""
+        """Return what may be evicted: what was deleted and is kept, then the least recently used.
+
+        Newest checkpoints come last.
+        """
         stored = self._catalog.db.inodes(
-            "WHERE tier = ? AND version = stored_version AND NOT writing AND nlink > 0"
-            " ORDER BY closed_at",
+            "WHERE tier = ? AND version = stored_version AND NOT writing ORDER BY closed_at",
             (tier.name,),
         )
         rank = {ino: position for position, ino in enumerate(self._used)}
-        free = [inode for inode in stored if not self._is_open(inode.ino)]
-        return sorted(free, key=lambda inode: rank.get(inode.ino, -1))
+        free = [inode for inode in stored if self._is_free(inode)]
+        return sorted(free, key=lambda inode: (inode.nlink > 0, rank.get(inode.ino, -1)))
+
+    def _is_free(self, inode: Inode) -> bool:
+        has_row = inode.nlink > 0 or self._catalog.guarded.keeps(inode.ino)
+        return has_row and not self._is_open(inode.ino)
 
     def evict(self, tier: Tier, ino: int) -> bool:
         """Drop a stored version from its tier; False where somebody still writes to it."""

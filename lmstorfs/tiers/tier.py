@@ -87,6 +87,11 @@ class Tier:
         self.hold(ino, _allocated(found))
         return found.st_size
 
+    def share(self, ino: int, other: int) -> None:
+        """`other` has the content of `ino` too; one of them is to be dropped. Raises `OSError`."""
+        os.link(self.path(ino), self.path(other))
+        self.hold(other, self.held(ino))
+
     def drop(self, ino: int) -> None:
         """Remove the file; its memory is free as soon as nobody has it open."""
         self.path(ino).unlink(missing_ok=True)
