@@ -1,13 +1,17 @@
 """Nodes for tests: mounts and mirrors on hosts of their own, that die, reboot and come back."""
 
+import os
 import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from lmstorfs import mounts
+from lmstorfs.digest import digest_file
 from tests.mounting import Mount, wait_for
 from tests.namespaces import Host, network
 
@@ -119,9 +123,12 @@ class Cluster:
 
 
 @contextmanager
-def cluster(folder: Path, *, ram: str = "1G") -> Iterator[Cluster]:
-    """Give hosts `old`, `new` and `mirror`, the mirror running; leave nothing behind."""
-    with network("old", "new", "mirror") as hosts, ExitStack() as stack:
+def cluster(folder: Path, *, ram: str = "1G", outside: bool = False) -> Iterator[Cluster]:
+    """Give hosts `old`, `new` and `mirror`, the mirror running; leave nothing behind.
+
+    With `outside` they also reach what the test itself serves, as in `network`.
+    """
+    with network("old", "new", "mirror", outside=outside) as hosts, ExitStack() as stack:
         made = Cluster(folder, hosts, ram)
         stack.callback(made.clean_up)
         made.mirror.start()
@@ -143,6 +150,33 @@ def mirrored(node: Mount, timeout_s: float = 60.0) -> None:
 def recovered(node: Mount) -> None:
     """Return when nothing is missing any more."""
     wait_for(lambda: node.status()["recovery"]["missing_files"] == 0, "nothing is missing")
+
+
+class Entry(NamedTuple):
+    """What a name stands for."""
+
+    mode: int
+    mtime_ns: int
+    content: str | None
+    """A file's digest, a symlink's target."""
+    xattrs: dict[str, bytes]
+
+
+def tree(folder: Path, *, read: bool = True) -> dict[str, Entry]:
+    """Return all that is below `folder`; without `read` no file is opened."""
+    found = {}
+    for path in folder.rglob("*"):
+        status = path.lstat()
+        content, xattrs = None, {}
+        if stat.S_ISLNK(status.st_mode):
+            content = str(path.readlink())
+        else:
+            xattrs = {name: os.getxattr(path, name) for name in os.listxattr(path)}
+        if read and stat.S_ISREG(status.st_mode):
+            content = digest_file(path)
+        entry = Entry(status.st_mode, status.st_mtime_ns, content, xattrs)
+        found[str(path.relative_to(folder))] = entry
+    return found
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -16,12 +16,12 @@ _LOOK_S = 0.05
 
 
 class Proxy:
-    """Listens on loopback and stands in for the server at `host:port`."""
+    """Stands in for the server at `host:port`, on an address of its own."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, address: str) -> None:
         self._server = (host, port)
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.endpoint = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+        self._listener = socket.create_server((address, 0))
+        self.endpoint = f"http://{address}:{self._listener.getsockname()[1]}"
         self.mode = "pass"
         """`pass`, `cut` (connections are reset at once), or a status such as `503`."""
         self.delay_s = 0.0
@@ -165,10 +165,10 @@ def _error(status: str, bare: bool) -> bytes:
 
 
 @contextmanager
-def proxied(endpoint: str) -> Iterator[Proxy]:
-    """Run a proxy before the server at `endpoint` (`http://HOST:PORT`)."""
+def proxied(endpoint: str, address: str = "127.0.0.1") -> Iterator[Proxy]:
+    """Run a proxy at `address` before the server at `endpoint` (`http://HOST:PORT`)."""
     host, _, port = endpoint.removeprefix("http://").partition(":")
-    proxy = Proxy(host, int(port))
+    proxy = Proxy(host, int(port), address)
     try:
         yield proxy
     finally:
