@@ -72,7 +72,9 @@ class Refresher:
             return
         if directory.stored_key is None or directory.dirty:
             return  # the store does not have it yet
-        known = listed_at is not None or bool(self._catalog.children(ino, limit=1))
+        # One that was made here was known whole, also by the daemon or node before this one.
+        made_here = directory.closed_at is not None
+        known = listed_at is not None or made_here or bool(self._catalog.children(ino, limit=1))
         if known and self._health.state == "unreachable":
             return
         done = self._under_way.get(ino) or self._start(directory)
