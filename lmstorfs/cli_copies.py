@@ -84,23 +84,24 @@ def undelete(
         str | None, typer.Option("--to", metavar="NEWPATH", help="Bring it back as this.")
     ] = None,
     discard: Annotated[
-        bool, typer.Option("--discard", help="Let it go for good instead: its room is free.")
+        bool, typer.Option("--discard", help="Let it (or all) go for good: its room is free.")
     ] = False,
     json: JsonOption = False,
 ) -> None:
     """Bring back a checkpoint that was deleted before a newer one was safe."""
     found, below = locate(path) if path is not None else (only_mount(), "")
     client = ControlClient(found.state)
+    if discard:
+        below = below or found.mountpoint
+        client.call("undelete", timeout=STATUS_TIMEOUT_S, path=below, discard=True)
+        console.say(f"what was kept of {below} is gone for good")
+        return
     kept = client.call("undelete", timeout=STATUS_TIMEOUT_S, path=found.mountpoint)
     if below in ("", found.mountpoint):
         if json:
             console.show_json(kept)
         else:
             console.output().print(console.kept_table(kept["kept"], found.mountpoint))
-        return
-    if discard:
-        client.call("undelete", timeout=STATUS_TIMEOUT_S, path=below, discard=True)
-        console.say(f"{below} is gone for good")
         return
     target = None if to is None else locate(to)[1]
     if target is not None:

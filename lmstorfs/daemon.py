@@ -142,6 +142,7 @@ class Daemon:
             self.flusher,
             self.surveyor,
             self._is_open,
+            self.digester.add,
             enabled=config.guard,
         )
         self.opened = OpenFiles(

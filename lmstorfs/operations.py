@@ -86,13 +86,13 @@ class ControlOperations:
     async def _undelete(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()
         path = _relative(request["path"], self._config.mountpoint)
+        if request.get("discard"):
+            self._undeleter.discard(path)
+            return {"path": path}
         if not path:
             return {"kept": self._undeleter.kept()}
         if self._config.read_only:
             raise SetupError(f"{self._config.mountpoint} is mounted read-only")
-        if request.get("discard"):
-            self._undeleter.discard(path)
-            return {"path": path}
         to = request.get("to")
         target = None if to is None else _relative(to, self._config.mountpoint)
         if target == "":

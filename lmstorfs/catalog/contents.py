@@ -29,6 +29,7 @@ class Contents:
     def __init__(
         self, db: Database, journal: Journal, path_of: Callable[[int], str | None]
     ) -> None:
+        """Take `path_of`: where the store is to have an inode."""
         self._db = db
         self._journal = journal
         self._path_of = path_of

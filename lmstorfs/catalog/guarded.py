@@ -44,6 +44,8 @@ class Guarded:
     def __init__(self, db: Database, journal: Journal) -> None:
         self._db = db
         self._journal = journal
+        self.sheltered: set[int] = set()
+        """Kept inodes that the store is to have after all, since their tier needs the room."""
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -212,12 +214,19 @@ class Guarded:
 
     def _move_aside(self, inode: Inode) -> None:
         assert inode.stored_key is not None
-        origin = (self._db.meta("origin") or "0")[:8]  # another catalog may use the same store
-        aside = f"{DELETED}/{origin}-{inode.ino}"
+        aside = self._aside(inode.ino)
         self._journal.rename(inode.stored_key, aside, is_dir=False)
         self._db.execute(
             "UPDATE inodes SET stored_key = ?, etag = NULL WHERE ino = ?", (aside, inode.ino)
         )
+
+    def _aside(self, ino: int) -> str:
+        origin = (self._db.meta("origin") or "0")[:8]  # another catalog may use the same store
+        return f"{DELETED}/{origin}-{ino}"
+
+    def refuge(self, ino: int) -> str | None:
+        """Return where the store is to have a kept inode; None: nowhere."""
+        return self._aside(ino) if ino in self.sheltered and self.keeps(ino) else None
 
     def _is_single(self, ino: int) -> bool:
         (count,) = self._db.execute(

@@ -45,8 +45,8 @@ class SqliteCatalog:
     def __init__(self, path: Path) -> None:
         self.db = Database(path)
         self.journal = Journal(self.db)
-        self.contents = Contents(self.db, self.journal, self.path)
         self.guarded = Guarded(self.db, self.journal)
+        self.contents = Contents(self.db, self.journal, self.key)
         self._moves = Moves(
             self.db, self.journal, self.contents, self.guarded, self.children, self.below
         )
@@ -95,6 +95,11 @@ class SqliteCatalog:
             parts.append(os.fsdecode(row[1]))
             ino = row[0]
         return "/".join(reversed(parts))
+
+    def key(self, ino: int) -> str | None:
+        """Return where the store has or is to have `ino`; None: it is not to have it."""
+        path = self.path(ino)
+        return self.guarded.refuge(ino) if path is None else path
 
     def resolve(self, path: str) -> Inode | None:
         """Return the inode at `path` below the mount point, without following symlinks."""

@@ -70,7 +70,8 @@ class Digester:
         now = time.time()
         for ino, version in list(self._waiting.items()):
             inode = self._catalog.find(ino)
-            if inode is None or inode.version != version or inode.nlink == 0:
+            gone = inode is None or (inode.nlink == 0 and not self._catalog.guarded.keeps(ino))
+            if inode is None or gone or inode.version != version:
                 del self._waiting[ino]
                 continue
             settled = now - (inode.closed_at or 0.0) >= self._delay_s

@@ -196,7 +196,7 @@ class Flusher:
             return None
         if inode.is_file and inode.dirty and (inode.tier is None or inode.digest is None):
             return None  # lost with a tier (`status` counts it), or its digest is on its way
-        key = self._catalog.path(ino)
+        key = self._catalog.key(ino)
         if key is None or self._catalog.journal.blocks(key) or self._is_taken(inode, key):
             return None
         if inode.is_dir and inode.stored_version and self._awaits_children(ino):
@@ -219,7 +219,7 @@ class Flusher:
         return self.is_busy(key)
 
     def _start(self, inode: Inode, nursery: trio.Nursery) -> None:
-        key = self._catalog.path(inode.ino)
+        key = self._catalog.key(inode.ino)
         assert key is not None
         flight = Flight(key, inode.version, inode.version_size, trio.CancelScope())
         self.in_flight[inode.ino] = flight

@@ -8,7 +8,8 @@ Deletions come a file at a time. At the first one it is decided whether the chec
 and all its files are noted: each is kept when its turn comes, also by the next daemon. What is
 given up is at most: the newest whole one, the newest whole one with a second copy (whose tier
 copies may be evicted), and one that a broken save left. Where a tier needs the room, those go
-first for which there is anything newer that is whole, whatever copies it has.
+for which there is anything newer that is whole, whatever copies it has; the others are brought to
+the store, to be evicted.
 """
 
 import time
@@ -67,16 +68,21 @@ class Guard:
         flusher: Flusher,
         surveyor: Surveyor,
         is_open: Callable[[int], bool],
+        digest: Callable[[int, int], None],
         *,
         enabled: bool,
     ) -> None:
-        """Take `is_open`: whether a program has an inode open, which then goes with its close."""
+        """Take `is_open`: whether a program has an inode open, which then goes with its close.
+
+        And `digest`, which has the digest of an inode's version computed.
+        """
         self._catalog = catalog
         self._guarded = catalog.guarded
         self._placement = placement
         self._flusher = flusher
         self._surveyor = surveyor
         self._is_open = is_open
+        self._digest = digest
         self._enabled = enabled
         self._verdicts: OrderedDict[str, Verdict] = OrderedDict()
         self._robbed: set[int] = set()
@@ -113,6 +119,8 @@ class Guard:
             return False
         if tier is not None:
             tier.drop(inode.ino)  # after the commit: a crash between leaves one of two links
+        if inode.digest is None:
+            self._digest(kept, inode.version)
         return True
 
     def keeps(self, ino: int) -> bool:
@@ -311,6 +319,8 @@ class Guard:
                 [inode.stored_key for inode in gone if inode.stored_key is not None]
             )
             for inode in gone:
+                self._flusher.cancel(inode.ino)
+                self._guarded.sheltered.discard(inode.ino)
                 if not self._is_open(inode.ino):  # else its last close does it
                     self._catalog.purge(inode.ino)
                     self._to_drop[inode.ino] = inode.tier or ""
@@ -336,8 +346,21 @@ class Guard:
                 log.info("a deleted checkpoint makes way", checkpoint=mine.path)
                 self.let_go(mine.number)
                 return True
+        self._shelter(tier)
         self._no_way_until = time.monotonic() + _NOT_AGAIN_S
         return False
+
+    def _shelter(self, tier: Tier) -> None:
+        """Have what is kept in a tier brought to the store, so that it can be evicted."""
+        for row in self._guarded.rows():
+            if row.deleted_at and tier.held(row.ino) and row.ino not in self._guarded.sheltered:
+                self._guarded.sheltered.add(row.ino)
+                self._flusher.urgent(row.ino)
+
+    def makes_way(self) -> bool:
+        """Whether a tier will have more room once the store has what is kept in it."""
+        found = map(self._catalog.find, self._guarded.sheltered)
+        return any(inode is not None and inode.dirty and inode.nlink == 0 for inode in found)
 
     def _is_in(self, tier: Tier, mine: Sighting) -> bool:
         """Whether the tier has what could not be evicted of it."""

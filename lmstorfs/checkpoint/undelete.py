@@ -84,9 +84,10 @@ class Undeleter:
     # --- bringing back -----------------------------------------------------------------------
 
     def discard(self, path: str) -> None:
-        """Let a kept checkpoint go for good. Raises `SetupError` where there is none."""
-        number, _ = self._find(path)
-        self._guard.let_go(number)
+        """Let a kept checkpoint go for good, or all (`""`). Raises `SetupError` for an unknown."""
+        numbers = {row.number for row in self._catalog.guarded.rows()}
+        for number in sorted(numbers) if not path else [self._find(path)[0]]:
+            self._guard.let_go(number)
 
     async def undelete(self, path: str, to: str | None) -> dict[str, Any]:
         """Bring the kept checkpoint `path` back, under its name or as `to`.

@@ -161,7 +161,8 @@ class DataPath:
         flusher = self._files.flusher
         if flusher.health.state == "unreachable":
             return False
-        if flusher.in_flight or self._files.catalog.contents.pending().bytes:
+        pending = self._files.catalog.contents.pending().bytes
+        if flusher.in_flight or pending or self._files.guard.makes_way():
             return True
         # Other writers may close and be flushed, unless they all wait as well.
         return self._waiting < len(self._files.writers())

@@ -241,8 +241,10 @@ class Operations(XattrOperations):
     def _gone(self, inode: Inode) -> None:
         """An inode lost its name: stop what is under way for it, free what nobody has open."""
         self._files.flusher.cancel(inode.ino)
+        if self._files.guard.keeps(inode.ino):
+            return
         self._files.digester.forget(inode.ino)
-        if not self._files.is_open(inode.ino) and not self._files.guard.keeps(inode.ino):
+        if not self._files.is_open(inode.ino):
             self._files.placement.drop(inode.ino, inode.tier)
 
     # --- files -------------------------------------------------------------------------------

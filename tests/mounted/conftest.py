@@ -60,6 +60,11 @@ class Site:
             assert time.monotonic() < give_up, f"it never settles: {client.call('status')}"
             time.sleep(0.01)
 
+    def discard(self) -> None:
+        """Let go of what was deleted and is kept: the store is to have what the mount shows."""
+        client = ControlClient(self.mount.state)
+        client.call("undelete", timeout=SYNC_S, path=str(self.path), discard=True)
+
     def stored(self, path: Path) -> Path:
         """Where the store has the object of a file on the mount."""
         return self.objects / path.relative_to(self.path)

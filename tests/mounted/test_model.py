@@ -19,7 +19,7 @@ from tests.mounted.conftest import Site
 
 Facts = dict[str, tuple[str, int, bytes | None]]
 
-NAMES = ("a", "b", "c.tmp")
+NAMES = ("a", "b.pt", "c.tmp")  # a name of weights: what is deleted may be kept
 names = st.sampled_from(NAMES)
 paths = st.one_of(names, st.tuples(names, names).map("/".join))
 sizes = st.one_of(st.integers(0, 300), st.integers(4000, 4200), st.integers(100_000, 200_000))
@@ -190,6 +190,7 @@ class Twins(RuleBasedStateMachine):
     def teardown(self) -> None:
         while self.opened:
             self.close(0)
+        self.site.discard()
         self.site.sync(settle=True)
         stored = self.site.stored(self.mount)
         want = facts(self.local)
@@ -200,6 +201,7 @@ class Twins(RuleBasedStateMachine):
         assert got == want
         shutil.rmtree(self.mount)
         shutil.rmtree(self.local)
+        self.site.discard()
         self.site.sync(settle=True)
         assert not (stored.exists() and facts(stored))
 

@@ -22,6 +22,7 @@ def tree(folder: Path) -> dict[str, bytes]:
 
 def assert_store_has(site: Site, folder: Path, want: dict[str, bytes]) -> None:
     assert tree(folder) == want
+    site.discard()
     site.mount.sync()
     stored = site.stored(folder)
     assert (tree(stored) if stored.exists() else {}) == want
@@ -203,6 +204,7 @@ def test_names_that_are_not_utf8_are_names_like_any_other(site: Site) -> None:
         assert tree(site.stored(new)) == tree(new)
         assert not site.stored(old).exists()
     shutil.rmtree(new)
+    site.discard()
     site.settle()
     assert list(folder.iterdir()) == []
     assert [path for path in site.stored(folder).rglob("*") if path.is_file()] == []
