@@ -29,6 +29,7 @@ import trio
 
 from lmstorfs.errors import errno_of
 from lmstorfs.fuse import protocol as fuse
+from lmstorfs.fuse.closers import Closers
 from lmstorfs.fuse.openlog import OpenLog
 
 log = structlog.get_logger()
@@ -91,7 +92,8 @@ class Channel:
         self._socket.setblocking(False)
         self._request = bytearray(_MAX_WRITE_BYTES + _REQUEST_SLACK_BYTES)
         self._reply = bytearray(_MAX_WRITE_BYTES + _REQUEST_SLACK_BYTES)
-        self._opening: dict[int, int] = {}  # unique of an OPEN or CREATE → its opcode
+        self._opening: dict[int, tuple[int, int]] = {}  # unique of an OPEN or CREATE → opcode, pid
+        self._closers = Closers()
         self._releasing: dict[int, int] = {}  # unique of a RELEASE → its handle
         self.resent: set[int] = set()
         """Numbers of requests that an earlier daemon took and perhaps did; see `request_number`."""
@@ -153,7 +155,10 @@ class Channel:
         if unique & fuse.FUSE_UNIQUE_RESEND and self._was_done(opcode, unique):
             return
         if opcode in (fuse.FUSE_OPEN, fuse.FUSE_CREATE):
-            self._opening[unique] = opcode
+            self._opening[unique] = opcode, *fuse.PID.unpack_from(request, fuse.PID_OFFSET)
+        elif opcode == fuse.FUSE_FLUSH and self._is_foreign(request):
+            self._write(fuse.reply(unique))
+            return
         elif opcode == fuse.FUSE_RELEASE:
             (self._releasing[unique],) = fuse.HANDLE.unpack_from(request, fuse.IN_HEADER_BYTES)
         elif opcode == fuse.FUSE_IOCTL:  # Python's open() asks isatty() at every open
@@ -281,18 +286,27 @@ class Channel:
         elif unique in self._dropped:
             self._dropped.discard(unique)
         elif unique in self._opening:
-            opcode = self._opening.pop(unique)
+            opcode, pid = self._opening.pop(unique)
             if error == 0:
-                self._write_opened(opcode, unique, reply)
+                self._write_opened(opcode, pid, unique, reply)
             else:
                 self._write(reply)
         else:
             if unique in self._releasing:
                 first = unique & ~fuse.FUSE_UNIQUE_RESEND
-                self._openlog.released(first, self._releasing.pop(unique))
+                self._released(first, self._releasing.pop(unique))
             self._write(reply)
 
-    def _write_opened(self, opcode: int, unique: int, reply: memoryview) -> None:
+    def _released(self, unique: int, handle: int) -> None:
+        self._openlog.released(unique, handle)
+        self._closers.released(handle, self._openlog.opens(handle))
+
+    def _is_foreign(self, flush: memoryview) -> bool:
+        (handle,) = fuse.HANDLE.unpack_from(flush, fuse.IN_HEADER_BYTES)
+        (pid,) = fuse.PID.unpack_from(flush, fuse.PID_OFFSET)
+        return self._closers.is_foreign(handle, pid)
+
+    def _write_opened(self, opcode: int, pid: int, unique: int, reply: memoryview) -> None:
         at = fuse.OUT_HEADER_BYTES + (fuse.ENTRY_OUT_BYTES if opcode == fuse.FUSE_CREATE else 0)
         handle, flags, _ = fuse.OPEN_OUT.unpack_from(reply, at)
         backing = self._backing(handle)
@@ -301,9 +315,10 @@ class Channel:
         fuse.OPEN_OUT.pack_into(reply, at, handle, flags, backing or 0)
         first = unique & ~fuse.FUSE_UNIQUE_RESEND
         self._openlog.opened(first, handle, backing or 0)
+        self._closers.opened(handle, pid)
         if not self._write(reply):
             self._opened.forget_handle(handle)
-            self._openlog.released(first, handle)
+            self._released(first, handle)
 
     def _backing(self, handle: int) -> int | None:
         """Return the backing id for a handle, registering the tier's file where it has none."""

@@ -88,6 +88,10 @@ class OpenLog:
         self._released.append(unique)
         self._append(unique, handle, 0, _RELEASED)
 
+    def opens(self, handle: int) -> int:
+        """Return how many opens of this handle are not released."""
+        return len(self._live.get(handle, ()))
+
     def closing(self, ino: int, backing_id: int) -> None:
         """A backing id is about to be closed."""
         self._append(0, ino, backing_id, _CLOSING)

@@ -113,6 +113,33 @@ def test_a_close_is_a_version_though_a_forked_process_keeps_the_file_open(site: 
     assert site.stored(path.with_name("renamed")).read_bytes() == content
 
 
+def test_a_program_started_in_the_middle_of_a_save_makes_no_version(site: Site) -> None:
+    folder = site.fresh("starts-a-program")
+    path = folder / "model"
+    with path.open("wb", buffering=0) as file:
+        file.write(b"half")
+        # It inherits the descriptor and closes it, with its exec and at its end.
+        subprocess.run(["true"], check=True)
+        subprocess.run(["true"], check=True, pass_fds=[file.fileno()])
+        site.sync()
+        assert not site.stored(path).exists()
+        assert not site.mount.status()["checkpoints"][0]["complete"]
+        file.write(b" and half")
+    site.sync()
+    assert site.stored(path).read_bytes() == b"half and half"
+
+
+def test_what_a_started_program_wrote_is_there_once_its_starter_closes(site: Site) -> None:
+    path = site.fresh("redirected") / "out"
+    with path.open("wb") as file:
+        subprocess.run(["echo", "written by another"], stdout=file, check=True)
+    site.sync()
+    assert site.stored(path).read_bytes() == b"written by another\n"
+    subprocess.run(f"(echo one; echo two) > {path}", shell=True, check=True)
+    site.sync()
+    assert site.stored(path).read_bytes() == b"one\ntwo\n"
+
+
 def test_every_one_of_many_fsyncs_is_in_the_store(site: Site) -> None:
     path = site.fresh("fsyncs") / "file"
     with path.open("wb", buffering=0) as file:
