@@ -161,7 +161,8 @@ def start_lmstorfs(workspace: Workspace, stack: ExitStack, data_path: str) -> Ta
     store.mkdir()
     command = [sys.executable, "-m", "lmstorfs.cli"]
     ram = f"{workspace.ram_bytes // MIB}M"
-    options = ["--store", store, "--ram", ram, "--state", state]
+    # Without the guard: what is deleted after a turn gives its memory back.
+    options = ["--store", store, "--ram", ram, "--state", state, "--no-guard"]
     if data_path == "userspace":
         options += ["-o", "data_path=userspace"]
 

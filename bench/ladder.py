@@ -18,6 +18,7 @@ from bench.loader import digest_of
 from bench.nodes import (
     STORE_LATER,
     lose,
+    mount,
     node,
     peer_options,
     start_mirror,
@@ -27,7 +28,7 @@ from bench.nodes import (
 )
 from bench.rivals import program
 from bench.turns import Turn, nothing
-from bench.workloads import state_dict
+from bench.workloads import Case, state_dict
 from lmstorfs.units import MIB, format_size
 from tests.mounting import Mount
 from tests.namespaces import Host
@@ -37,6 +38,8 @@ from tests.s3servers import BUCKET, S3Server
 NAME = "step-1/model.pt"
 STORED = "stored"  # the prefix of what the store has
 MOUNT = "lmstorfs mount, before"
+LOAD, MAPPED = "torch.load", "torch.load mmap"
+HOW = {LOAD: "copy", MAPPED: "mmap"}  # what loader.py is told in which case
 PROGRAM = Path(__file__).parent / "loader.py"
 
 
@@ -46,10 +49,13 @@ PROGRAM = Path(__file__).parent / "loader.py"
 class Loader:
     """A process that has imported torch and waits for a path."""
 
-    def __init__(self, expected: tuple[int, str]) -> None:
+    def __init__(self, case: Case, expected: tuple[int, str]) -> None:
         self._expected = expected
         self._process = subprocess.Popen(
-            [sys.executable, PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, PROGRAM, HOW[case.name]],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != "ready\n":
@@ -120,7 +126,7 @@ class Site:
             base = place.folder("ladder")
             self._mirror = start_mirror(base, self._mirror_host, place.ram_bytes, stack)
             made = self._make_node(base / "node", place, stack, "ladder")
-            made.start(*peer_options(self._mirror))
+            start_node(made, *peer_options(self._mirror))
             wait_until_mirrored(made)
             self._checkpoint.copy_to(made.path)
             wait_until_mirrored(made)
@@ -130,13 +136,15 @@ class Site:
 
     def start_new(self, place: Workspace, stack: ExitStack) -> Target:
         """Bring the checkpoint to the store by a node that is lost then."""
-        made = self._make_node(place.folder("new"), place, stack, STORED)
-        start_node(made)
-        self._checkpoint.copy_to(made.path)
-        wait_for_copies(made, made.path, "store")
-        lose(made)
-        self._new = made
-        return Target(made.path, f"--ram {format_size(place.ram_bytes)}, store S3, an empty node")
+        if self._new is None:
+            made = self._make_node(place.folder("new"), place, stack, STORED)
+            start_node(made)
+            self._checkpoint.copy_to(made.path)
+            wait_for_copies(made, made.path, "store")
+            lose(made)
+            self._new = made
+        size = format_size(place.ram_bytes)
+        return Target(self._new.path, f"--ram {size}, store S3, an empty node")
 
     def _make_node(self, folder: Path, place: Workspace, stack: ExitStack, prefix: str) -> Mount:
         store = ("--store", f"s3://{BUCKET}/{prefix}")
@@ -147,23 +155,24 @@ class Site:
         return node(folder, stack, *words, host=self._host, environment=environment)
 
     def start_rclone(
-        self, place: Workspace, _stack: ExitStack, name: str, options: list[str]
+        self, place: Workspace, stack: ExitStack, name: str, options: list[str]
     ) -> Target:
+        self.start_new(place, stack)  # the store is to have something
         directory = place.folder(name)
         program("rclone")
         return Target(directory, " ".join(["rclone copy", *options]) + "; to the local disk")
 
     # --- turns -------------------------------------------------------------------------------
 
-    def from_tmpfs(self, _target: Target) -> Turn:
-        return self._plain(self._checkpoint.path)
+    def from_tmpfs(self, case: Case, _target: Target) -> Turn:
+        return self._plain(case, self._checkpoint.path)
 
-    def from_ram(self, target: Target) -> Turn:
+    def from_ram(self, case: Case, target: Target) -> Turn:
         """The training process died: the next one reads what it wrote."""
-        return self._plain(target.directory / NAME)
+        return self._plain(case, target.directory / NAME)
 
-    def _plain(self, path: Path) -> Turn:
-        loader = Loader(self._checkpoint.content)
+    def _plain(self, case: Case, path: Path) -> Turn:
+        loader = Loader(case, self._checkpoint.content)
 
         def timed() -> float:
             started, ended = loader.load(path)
@@ -171,11 +180,11 @@ class Site:
 
         return Turn(timed, loader.close)
 
-    def after_kill(self, target: Target) -> Turn:
+    def after_kill(self, case: Case, target: Target) -> Turn:
         """The daemon is killed at the moment when the process starts to load."""
         assert self._node is not None
         _keeper, daemon, *_ = self._node.pids()
-        loader = Loader(self._checkpoint.content)
+        loader = Loader(case, self._checkpoint.content)
 
         def timed() -> float:
             started = time.monotonic()
@@ -185,33 +194,34 @@ class Site:
 
         return Turn(timed, loader.close, self._settle)
 
-    def from_mirror(self, _target: Target) -> Turn:
+    def from_mirror(self, case: Case, _target: Target) -> Turn:
         """The node is lost: another takes its place."""
         assert self._node is not None
         assert self._mirror is not None
         lose(self._node)
         options = peer_options(self._mirror, "--recover-from")
-        return self._on_new_node(self._node, options, nothing, self._settle)
+        return self._on_new_node(case, self._node, options, nothing, self._settle)
 
-    def from_store(self, _target: Target) -> Turn:
+    def from_store(self, case: Case, _target: Target) -> Turn:
         """The node is lost, and so is its mirror."""
         assert self._new is not None
         self._warm()
         made = self._new
-        return self._on_new_node(made, (), lambda: lose(made), nothing)
+        return self._on_new_node(case, made, (), lambda: lose(made), nothing)
 
     def _on_new_node(
         self,
+        case: Case,
         made: Mount,
         options: tuple[object, ...],
         clean_up: Callable[[], None],
         settle: Callable[[], None],
     ) -> Turn:
-        loader = Loader(self._checkpoint.content)
+        loader = Loader(case, self._checkpoint.content)
 
         def timed() -> float:
             started = time.monotonic()
-            made.start(*options)
+            mount(made, *options)
             mounted = time.monotonic()
             _, ended = loader.load(made.path / NAME)
             turn.parts[MOUNT] = mounted - started
@@ -228,14 +238,14 @@ class Site:
         assert self._node is not None
         wait_until_mirrored(self._node)
 
-    def by_rclone(self, target: Target, options: list[str]) -> Turn:
+    def by_rclone(self, case: Case, target: Target, options: list[str]) -> Turn:
         """Copy the file from the store to the disk, and load it from there."""
         self._warm()
         remote = f":s3,provider=Other,env_auth=true,endpoint='{self._server.endpoint}'"
         source = f"{remote}:{BUCKET}/{STORED}/{NAME}"
         command = [*self._host.prefix, str(program("rclone")), "--config", "", "copy", *options]
         environment = {**os.environ, **self._server.environment}
-        loader = Loader(self._checkpoint.content)
+        loader = Loader(case, self._checkpoint.content)
 
         def timed() -> float:
             started = time.monotonic()

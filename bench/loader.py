@@ -1,10 +1,11 @@
 """The process that goes on with a checkpoint: says that it is ready, waits for a path, loads it.
 
-    python loader.py
+    python loader.py copy|mmap
 
-It imports torch and uses it once, prints `ready`, reads a line with a path, and prints when
-`torch.load` began and ended by the monotonic clock, which all processes of a machine share, how
-many bytes of tensors it has, and their digest.
+It imports torch and uses it once, prints `ready`, reads a line with a path, and prints when it
+began and had everything by the monotonic clock, which all processes of a machine share, how many
+bytes of tensors it has, and their digest. With `mmap` it has everything once it has read every
+byte, as `torch.load(mmap=True)` itself reads next to nothing.
 """
 
 import io
@@ -34,10 +35,13 @@ def main() -> None:
     torch.load(buffer, weights_only=True)  # the first call ever imports things
     print("ready", flush=True)
     path = sys.stdin.readline().rstrip("\n")
+    mapped = sys.argv[1] == "mmap"
     started = time.monotonic()
-    state = torch.load(path, weights_only=True)
-    ended = time.monotonic()
-    print(repr(started), repr(ended), *digest_of(state), flush=True)
+    state = torch.load(path, weights_only=True, mmap=mapped)
+    loaded = time.monotonic()
+    proof = digest_of(state)
+    ended = time.monotonic() if mapped else loaded
+    print(repr(started), repr(ended), *proof, flush=True)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tests.nodes import MirrorNode
 
 EMPTY_BYTES = 16 * MIB  # catalogs and their journals may stay
 CONNECT_POLL_S = 0.005
+NO_GUARD = ("--no-guard",)  # what is deleted after a turn gives its memory back
 STORE_LATER = ("-o", "flush_delay=600")  # nothing is brought to the store while we look
 CONNECTED = re.compile(r"^timestamp=(\S+) .*event=connected .*purpose=replicate", re.MULTILINE)
 
@@ -51,19 +52,24 @@ def node(
 ) -> Mount:
     """Return a node that is not mounted yet, and is cleaned up at the end."""
     folder.mkdir(exist_ok=True)
-    made = Mount(folder, *options, environment=environment)
+    made = Mount(folder, *NO_GUARD, *options, environment=environment)
     if host is not None:
         made.prefix = host.prefix
     stack.callback(made.clean_up)
     return made
 
 
-def start_node(made: Mount) -> None:
-    """Mount it, on the data path that is to be measured."""
+def mount(made: Mount, *options: object) -> None:
+    """Run `lmstorfs mount`."""
     try:
-        made.start()
+        made.start(*options)
     except AssertionError as error:
         raise CannotStartError(str(error)) from error
+
+
+def start_node(made: Mount, *options: object) -> None:
+    """Mount it, on the data path that is to be measured."""
+    mount(made, *options)
     found = made.status()
     if found["data_path"] != "passthrough":
         raise CannotStartError(

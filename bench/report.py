@@ -241,7 +241,7 @@ def show(
         console.print(f"failed: {name}, {failed}: {reason}", markup=False)
     if about["quick"]:
         console.print("\nQuick sizes: these figures say nothing.")
-    else:
+    elif verdicts:
         show_verdicts(console, verdicts)
 
 
