@@ -25,6 +25,7 @@ from bench.nodes import (
     peer_options,
     start_mirror,
     start_node,
+    status,
     wait_until_freed,
     wait_until_mirrored,
 )
@@ -32,7 +33,6 @@ from bench.report import MILLISECONDS, Comparison, Results, show, to_json
 from bench.rivals import JUICEFS_TUNED, JUICEFS_TUNED_FORMAT, start_juicefs
 from bench.turns import Run, Turn, choose, delete_files, parse_arguments, start_all
 from bench.workloads import Case, no_case, state_dict
-from lmstorfs.control_client import ControlClient
 from lmstorfs.units import GIB, KIB, MIB, format_size
 from tests.mounting import Mount
 from tests.namespaces import Host, network
@@ -86,8 +86,7 @@ def words_for(place: Workspace) -> tuple[object, ...]:
 def wait_until_stored(mount: Mount) -> None:
     """Wait until deleted files are gone here and in the store."""
     wait_until_freed(mount.state)
-    client = ControlClient(mount.state)
-    wait_for(lambda: client.call("status")["store"]["pending_files"] == 0, "lmstorfs's flush")
+    wait_for(lambda: status(mount)["store"]["pending_files"] == 0, "lmstorfs's flush")
 
 
 def start_mirrored(place: Workspace, stack: ExitStack, hosts: dict[str, Host]) -> Target:

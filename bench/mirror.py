@@ -25,6 +25,7 @@ from bench.nodes import (
     peer_options,
     start_mirror,
     start_node,
+    status,
     wait_for_copies,
     wait_until_connected,
     wait_until_freed,
@@ -97,7 +98,7 @@ class Mirrored:
 
     def _check(self, content: Content) -> None:
         """The store's copy would have done for `wait` as well: it must not have been first."""
-        if self.mount.status()["store"]["pending_files"] < content.files:
+        if status(self.mount)["store"]["pending_files"] < content.files:
             raise OSError("the store has files, and was not to be waited for")
 
     def afterwards(self, content: Content) -> Turn:

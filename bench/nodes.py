@@ -7,6 +7,7 @@ import time
 from contextlib import ExitStack
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from bench.contenders import COMMAND_TIMEOUT_S, CannotStartError, used_bytes, wait_for
 from lmstorfs import mounts
@@ -70,11 +71,16 @@ def mount(made: Mount, *options: object) -> None:
 def start_node(made: Mount, *options: object) -> None:
     """Mount it, on the data path that is to be measured."""
     mount(made, *options)
-    found = made.status()
+    found = status(made)
     if found["data_path"] != "passthrough":
         raise CannotStartError(
             f"lmstorfs runs on {found['data_path']} here: {found['data_path_reason']}"
         )
+
+
+def status(made: Mount) -> dict[str, Any]:
+    """Return what `lmstorfs status` says, without a process that has to start first."""
+    return dict(ControlClient(made.state).call("status"))
 
 
 def lose(made: Mount) -> None:
@@ -97,8 +103,7 @@ def wait_until_mirrored(made: Mount) -> None:
 
     In this order: `wait` would have the store hurry where no mirror answers.
     """
-    client = ControlClient(made.state)
-    wait_for(lambda: client.call("status")["mirror"]["state"] != "down", "connecting to the mirror")
+    wait_for(lambda: status(made)["mirror"]["state"] != "down", "connecting to the mirror")
     wait_for_copies(made, made.path, "mirror")
 
 
@@ -114,8 +119,7 @@ def wait_until_connected(made: Mount, mirror: MirrorNode, known: int) -> float:
     That is told by what the mirror has logged beyond `known` characters. Returns once the mount
     knows it as well: before that, `wait` would have the store hurry.
     """
-    client = ControlClient(made.state)
-    while client.call("status")["mirror"]["state"] == "down":
+    while status(made)["mirror"]["state"] == "down":
         time.sleep(CONNECT_POLL_S)
     found = CONNECTED.search(mirror.log.read_text()[known:])
     if found is None:
