@@ -130,6 +130,7 @@ class Daemon:
             PassedVersions(self.catalog, merger, self.placement, self.store, self.flusher),
             read_timeout_s=config.read_timeout_s,
         )
+        self.fetcher.names_changed = self.flusher.changed
         self.ladder.on_brought = self.flusher.look_again
         self.flusher.on_suspect = self.ladder.suspect
         if self.mirror is not None:

@@ -59,14 +59,15 @@ class PassedVersions:
 
         Raises `StoreError`.
         """
-        inode, path = self._catalog.get(ino), self._catalog.path(ino)
-        if path is None or not inode.stored_version:
+        path = self._catalog.path(ino)
+        if path is None or not self._catalog.get(ino).stored_version:
             return False
+        await self._named(path)
         try:
             info = await trio.to_thread.run_sync(self._store.head, path, abandon_on_cancel=True)
         except NotInStoreError:
             return False
-        if info.kind is not Kind.FILE:
+        if info.kind is not Kind.FILE or self._catalog.path(ino) != path:
             return False
         self._merger.replace(self._catalog.get(ino), info)
         return True
@@ -87,9 +88,16 @@ class PassedVersions:
             await trio.sleep(wait_s * random.uniform(0.5, 1.0))
             wait_s = min(2 * wait_s, _RETRY_MAX_S)
 
+    async def _named(self, path: str) -> None:
+        """Return when what is at `path` in the store is what the catalog means by it."""
+        while self._catalog.journal.blocks(path):
+            await self._flusher.changed()
+
     async def _compare(self, ino: int) -> None:
-        inode = self._catalog.find(ino)
         path = self._catalog.path(ino)
+        if path is not None:
+            await self._named(path)
+        inode = self._catalog.find(ino)
         if inode is not None and path is not None and inode.dirty:
             try:
                 info = await trio.to_thread.run_sync(self._store.head, path, abandon_on_cancel=True)
@@ -103,7 +111,7 @@ class PassedVersions:
                     log.warning("the store is ahead", key=path, ours=inode.version, theirs=theirs)
                     self._placement.drop(ino, inode.tier)
                     self._merger.replace(inode, info)
-                elif theirs == inode.version:
+                elif theirs == inode.version and info.size == inode.version_size:
                     self._catalog.contents.stored(ino, theirs, path, info, attributes_changed=False)
         self._flusher.held_back.discard(ino)
         self._flusher.wake()

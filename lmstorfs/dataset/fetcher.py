@@ -61,6 +61,8 @@ class Fetcher:
         self._pool = pool
         self._timeout_s = read_timeout_s
         self.reads = ReadStatistics()
+        self.names_changed: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
+        """Waits until the store was told of some names."""
 
     async def fetch(self, inode: Inode) -> Tier | None:
         """Bring the stored version of `inode` into a tier; None where no tier has the room.
@@ -125,6 +127,9 @@ class Fetcher:
         delay = _RETRY_FIRST_S
         last: StoreError | None = None
         with trio.move_on_after(self._timeout_s if self._timeout_s > 0 else math.inf):
+            while self._catalog.journal.blocks(key):  # the object still has an older name
+                last = StoreError("the store has not been told of its name yet")
+                await self.names_changed()
             while True:
                 try:
                     await once()

@@ -17,6 +17,7 @@ from lmstorfs.checkpoint import Digester, Flusher, Versions
 from lmstorfs.checkpoint.guard import Guard
 from lmstorfs.checkpoint.ladder import Ladder, LostCopyError
 from lmstorfs.dataset import Fetcher
+from lmstorfs.digest import digest_bytes
 from lmstorfs.fuse.handle import handle_ino, handle_writable, make_handle
 from lmstorfs.fuse.openfile import OpenFile
 from lmstorfs.fuse.openlog import Survivors
@@ -29,6 +30,7 @@ log = structlog.get_logger()
 _GROWTH_LOOK_S = 0.004  # 40 MiB at 10 GiB/s, far less than is reserved ahead
 _GROWTH_IDLE_S = 0.02
 _RESERVE_STEP_MIN_BYTES = 4 * MIB
+_OF_NOTHING = (None, digest_bytes(b""))  # another digest tells that the store lost the content
 
 
 class OpenFiles:
@@ -154,7 +156,7 @@ class OpenFiles:
         if tier is not None and not truncate and not await self._is_right(inode, tier):
             inode = self.catalog.get(inode.ino)
             tier = None
-        if tier is None and (truncate or inode.size == 0):
+        if tier is None and (truncate or (inode.size == 0 and inode.digest in _OF_NOTHING)):
             tier, wanted = self.home(base)
             self.catalog.contents.set_tier(inode.ino, tier.name)
             return self._make(self.catalog.get(inode.ino), base, wanted)

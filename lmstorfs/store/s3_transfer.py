@@ -6,6 +6,8 @@ digest exactly the bytes that it sends. The parts are read in order, under a loc
 one digest comes for free and proves what is published.
 """
 
+import base64
+import hashlib
 import logging
 import threading
 from collections.abc import Callable
@@ -85,13 +87,23 @@ def put_small(
     body = _Body(buffer, watch.cancelled) if size else b""
     try:
         response = bucket.client.put_object(
-            Bucket=bucket.name, Key=bucket.object_key(key), Body=body, **extra
+            Bucket=bucket.name,
+            Key=bucket.object_key(key),
+            Body=body,
+            # Without it SeaweedFS makes an empty object of a request that breaks off before its
+            # body, in place of the whole one that was there.
+            ContentMD5=_content_md5(buffer),
+            **extra,
         )
     except (ClientError, BotoCoreError) as error:
         check_cancelled(watch)
         raise s3_error(error, key) from error
     watch.moved(size)
     return read_etag(response)
+
+
+def _content_md5(content: memoryview) -> str:
+    return base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
 
 
 def put_large(
