@@ -286,6 +286,8 @@ NOTES = [
     "the bare transfers are of as many bytes that are there, into as many files, with the mirror's "
     "buffers, and with neither digests nor names",
     "'write' runs from the open to the close; the mirror takes the bytes meanwhile",
+    "writer, sender and receiver share this machine's cores: what the digests at both ends take, "
+    "which the bare transfers do without, is missing in the transfer",
     "contenders take turns within each repetition, in another order each time",
     "nothing is brought to a store meanwhile; files are deleted after each turn, and the next one "
     "starts when both hosts have their memory back",
