@@ -41,6 +41,8 @@ class Backlog:
         self.urgent: set[int] = set()
         """Inodes that an fsync waits for."""
         self.transfer: Transfer | None = None
+        """The large version that is sent in slices now."""
+        self._interrupted: Transfer | None = None  # the one that goes on after it
         self._waiting: dict[int, Waiting] = {}  # the longest closed first
         self._flying: dict[int, Waiting] = {}
         self._not_before = 0.0
@@ -72,9 +74,9 @@ class Backlog:
 
     def disconnected(self) -> None:
         """What was on its way did not arrive."""
-        if self.transfer is not None:
+        while self.transfer is not None:
             os.close(self.transfer.version.fd)
-            self.transfer = None
+            self.finished()
         self._waiting = {**self._flying, **self._waiting}
         self._flying.clear()
         self._not_before = 0.0
@@ -94,12 +96,18 @@ class Backlog:
         self._waiting[ino] = Waiting(ino, version, inode.version_size, closed_at, blocks)
 
     def next(self, most_files: int, most_bytes: int) -> list[Waiting]:
-        """Take what is to be sent next: one large version, or several small ones."""
+        """Take what is to be sent next: one of more than `most_bytes`, or some that are not.
+
+        While one is sent in slices, only what is urgent: it may interrupt one that is not.
+        """
         if time.monotonic() < self._not_before:
             return []
         first = [self._waiting[ino] for ino in self.urgent if ino in self._waiting]
-        if not first and self.transfer is not None:
-            return []
+        if self.transfer is not None:
+            if self._interrupted is not None or self.transfer.version.ino in self.urgent:
+                first = [waiting for waiting in first if waiting.size <= most_bytes]
+            if not first:
+                return []
         taken: list[Waiting] = []
         total = 0
         for waiting in first or self._waiting.values():
@@ -111,9 +119,16 @@ class Backlog:
             self._flying[waiting.ino] = self._waiting.pop(waiting.ino)
         return taken
 
-    def urgent_waits(self) -> bool:
-        """Whether a version that an fsync waits for is to be sent before anything else."""
-        return any(ino in self._waiting for ino in self.urgent)
+    def begin(self, transfer: Transfer) -> None:
+        """This one is sent in slices now; the one that was goes on after it."""
+        if self.transfer is not None and self.transfer.version.ino == transfer.version.ino:
+            os.close(self.transfer.version.fd)  # an older version of the same
+            self.finished()
+        self._interrupted, self.transfer = self.transfer, transfer
+
+    def finished(self) -> None:
+        """The one that was sent in slices is through."""
+        self.transfer, self._interrupted = self._interrupted, None
 
     def waits(self, ino: int) -> bool:
         """Whether a version of the inode is still to be sent, or may be soon."""
@@ -147,12 +162,12 @@ class Backlog:
             if self.held.get(replica.ino) == replica.version:
                 del self.held[replica.ino]
 
-    def pause(self, seconds: float) -> None:
-        """The mirror has no room just now: what was on its way waits."""
-        if self.transfer is None:
-            self._waiting = {**self._flying, **self._waiting}
-            self._flying.clear()
-        self._not_before = time.monotonic() + seconds
+    def refused(self, ino: int, pause_s: float) -> None:
+        """The mirror has no room just now: it waits, and so do all others."""
+        flying = self._flying.pop(ino, None)
+        if flying is not None and ino not in self._waiting:
+            self._waiting = {ino: flying, **self._waiting}
+        self._not_before = time.monotonic() + pause_s
 
     def lag(self) -> tuple[int, float | None]:
         """Return bytes of the versions that the mirror lacks, and when the oldest was closed."""

@@ -208,10 +208,10 @@ class Mirror:
         """Do the most urgent thing, or wait for one."""
         if self._changes.pending():
             await self._send_rows(peer)
-        elif self._backlog.transfer is not None and not self._backlog.urgent_waits():
-            await self._send_slice(peer, self._backlog.transfer)
         elif group := self._next_group():
             await self._send_group(peer, group)
+        elif self._backlog.transfer is not None:
+            await self._send_slice(peer, self._backlog.transfer)
         elif not await self._send_growth(peer):
             self._wake = trio.Event()
             with trio.move_on_after(_GROWTH_LOOK_S if self._streams.any_growing else _IDLE_LOOK_S):
@@ -307,14 +307,16 @@ class Mirror:
                 await self._send_rows(peer)
             wanted = await trio.to_thread.run_sync(peer.offer, group, abandon_on_cancel=True)
         except PeerFullError as error:
+            for version in group:
+                os.close(version.fd)
             self._is_full(group, error)
             return
         except BaseException:
             for version in group:
                 os.close(version.fd)
             raise
-        if len(group) == 1:
-            self._backlog.transfer = Transfer(group[0], wanted[0])
+        if group[0].size > _GROUP_BYTES:  # it is alone
+            self._backlog.begin(Transfer(group[0], wanted[0]))
             return
         try:
             for version, blocks in zip(group, wanted, strict=True):
@@ -341,7 +343,7 @@ class Mirror:
             return
         if self._changes.pending():
             await self._send_rows(peer)
-        self._backlog.transfer = None
+        self._backlog.finished()
         try:
             await self._commit(peer, [transfer.version])
         finally:
@@ -356,7 +358,7 @@ class Mirror:
                 self._backlog.mirrored(version.ino, version.version)
                 self._streams.forget(version.ino)
             elif isinstance(failure, PeerFullError):
-                self._is_full([], failure)
+                self._is_full([version], failure)
             elif isinstance(failure, DiffersError):
                 self._backlog.again(version.ino, version.version)
             elif isinstance(failure, UnknownReplicaError):
@@ -366,13 +368,12 @@ class Mirror:
         self._announce()
 
     def _is_full(self, group: list[Offered], error: PeerFullError) -> None:
-        for version in group:
-            os.close(version.fd)
         if not self._full:
             log.warning("mirror full", peer=self._where.address)
         self._full = True
         self._problem = f"mirror {self._where.address}: {error}"
-        self._backlog.pause(_FULL_PAUSE_S)
+        for version in reversed(group):
+            self._backlog.refused(version.ino, _FULL_PAUSE_S)
 
     async def _send_growth(self, peer: Peer) -> bool:
         """Send what writers have added since the last look; False: nothing worth it."""
