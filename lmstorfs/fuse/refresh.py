@@ -77,7 +77,9 @@ class Refresher:
         known = listed_at is not None or made_here or bool(self._catalog.children(ino, limit=1))
         if known and self._health.state == "unreachable":
             return
-        done = self._under_way.get(ino) or self._start(directory)
+        done = self._under_way.get(ino)
+        if done is None:  # an event is never true or false
+            done = self._start(directory)
         with trio.move_on_after(_REFRESH_WAIT_S if known else self._read_timeout_s):
             await done.wait()
         if not known and ino not in self._listed_at:
