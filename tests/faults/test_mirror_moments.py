@@ -10,7 +10,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -301,6 +302,27 @@ def test_two_that_write_and_fsync_the_same_file_both_get_their_second_copy(tmp_p
         with site.store_away(), in_background(lambda: append(1)), in_background(lambda: append(2)):
             append(3)
         assert sorted(done) == [1] * rounds + [2] * rounds + [3] * rounds
+
+
+def test_large_files_that_are_fsynced_at_one_time_all_get_their_second_copy(
+    tmp_path: Path,
+) -> None:
+    with cluster(tmp_path) as site:
+        node = site.node("old", *KEPT_HERE, "-o", "fsync_timeout=60")
+        node.start()
+        assert list(node.path.iterdir()) == []
+        site.hosts["mirror"].link.slow(60 * MIB)
+        with site.store_away():
+            wanted = save(node, 1, 40 * MIB)  # on its way, and not urgent
+            large = {f"large-{number}": os.urandom(20 * MIB + number) for number in range(4)}
+            large |= {f"small-{number}": os.urandom(1000 + number) for number in range(4)}
+            with ExitStack() as stack:
+                for name, content in large.items():
+                    work = partial(fsynced, node.path / name, content)
+                    stack.enter_context(in_background(work))
+            mirrored(node)
+            site.hosts["mirror"].link.restore()
+            another_node_has_all(site, node, wanted | large)
 
 
 # --- what people are told ------------------------------------------------------------------------
