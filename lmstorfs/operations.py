@@ -16,7 +16,7 @@ from lmstorfs.checkpoint.undelete import Undeleter
 from lmstorfs.config import MountConfig
 from lmstorfs.control import Handler, Progress
 from lmstorfs.draining import Drainer
-from lmstorfs.errors import SetupError
+from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.fuse.mounting import unmount_fuse
 from lmstorfs.report import Report
 from lmstorfs.searching import StoreSearch
@@ -78,10 +78,13 @@ class ControlOperations:
                 return {"path": checkpoint["path"]}
         lacking = [each["path"] for each in found if each["lacks"] and not each["deleted"]]
         deleted = [each["path"] for each in found if each["deleted"] and each["complete"]]
-        return {
-            "path": await self._search.newest(below, lacking),
-            "deleted": next((path for path in deleted if _is_within(path, below)), None),
-        }
+        newest = next((path for path in deleted if _is_within(path, below)), None)
+        try:
+            return {"path": await self._search.newest(below, lacking), "deleted": newest}
+        except LmstorfsError:
+            if newest is None:
+                raise
+            return {"path": None, "deleted": newest}  # that one is at hand, whatever the store has
 
     async def _undelete(self, request: dict[str, Any], progress: Progress) -> dict[str, Any]:
         await self._catch_up()

@@ -35,7 +35,7 @@ class GuardedFile(msgspec.Struct, frozen=True):
     version: int
     """The version that belongs to the checkpoint."""
     weights: int
-    """More than 0 for a file of weights that every save writes anew."""
+    """More than 0 for a file of weights, or one that they need, that every save writes anew."""
 
 
 class Guarded:

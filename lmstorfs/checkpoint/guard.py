@@ -23,9 +23,9 @@ import trio
 from lmstorfs.catalog.catalog import Inode
 from lmstorfs.catalog.guarded import GuardedFile
 from lmstorfs.catalog.sqlite import SqliteCatalog
-from lmstorfs.checkpoint.checkpoints import checkpoint_of, holds_weights, is_temporary, names_step
+from lmstorfs.checkpoint.checkpoints import checkpoint_of, is_temporary, names_step
 from lmstorfs.checkpoint.flusher import Flusher
-from lmstorfs.checkpoint.survey import Sighting, stands_for, when
+from lmstorfs.checkpoint.survey import Sighting, is_essential, is_passing, stands_for, when
 from lmstorfs.checkpoint.surveyor import Files, Surveyor
 from lmstorfs.tiers import Placement, Tier, files
 
@@ -153,18 +153,18 @@ class Guard:
         if not self._enabled:
             return False
         path = self._catalog.path(inode.ino)
-        if path is None or not self._is_whole(inode):
+        if path is None or is_passing(path) or not self._is_whole(inode):
             return False
         name = checkpoint_of(path)
         row = self._guarded.find(inode.ino)
         if row is not None and row.version == inode.version:
-            if holds_weights(path) and not self._guarded.keeps_weights(row.number):
+            if is_essential(path) and not self._guarded.keeps_weights(row.number):
                 self._bring_up_to_date(row.number, name, path, inode)
             return True
         number = self._guarded.newest_set(name)
         if number is None or self._guarded.keeps_weights(number):
             return self._begins(name, path, inode)
-        if names_step(name) or holds_weights(path) or path in self._paths(number):
+        if names_step(name) or is_essential(path) or path in self._paths(number):
             self._bring_up_to_date(number, name, path, inode)
         return self._guarded.find(inode.ino) is not None
 
@@ -226,14 +226,14 @@ class Guard:
             return False
         verdict.used_at = now
         many = verdict.files > _MANY_FILES and now - verdict.decided_at < _NOT_AGAIN_S
-        return when(inode) <= verdict.newest or (many and not holds_weights(path))
+        return when(inode) <= verdict.newest or (many and not is_essential(path))
 
     def _rows(self, name: str, members: Files) -> list[GuardedFile]:
         found = []
         for path, inode in members:
-            if self._surveyor.is_closed(inode):
+            if self._surveyor.is_closed(inode) and not is_passing(path):
                 before = self._guarded.find(inode.ino)
-                weights = holds_weights(path) and (before is None or before.weights > 0)
+                weights = is_essential(path) and (before is None or before.weights > 0)
                 found.append(
                     GuardedFile(inode.ino, path, name, 0.0, 0, inode.version, int(weights))
                 )
@@ -332,23 +332,38 @@ class Guard:
                 self._placement.drop(ino, tier)
         self._to_drop.clear()
 
-    def _make_way(self, tier: Tier) -> bool:
-        """A tier needs room: let go of a set that it holds where something newer is whole.
+    def _make_way(self, tier: Tier, missing: int) -> bool:
+        """A tier lacks room: let go of sets that it holds where something newer is whole.
 
-        Returns whether there was one.
+        Returns whether that gave it what is missing, bytes. If not, nothing goes.
         """
         if self._guarded.is_empty() or time.monotonic() < self._no_way_until:
             return False
         found = self._surveyor.survey()
+        going = []
         for mine in sorted(found, key=lambda sighting: sighting.closed_at):
-            newer = any(each.whole and each.closed_at > mine.closed_at for each in found)
-            if mine.number is not None and (newer or not mine.whole) and self._is_in(tier, mine):
-                log.info("a deleted checkpoint makes way", checkpoint=mine.path)
-                self.let_go(mine.number)
-                return True
+            newer = [each for each in found if each.closed_at > mine.closed_at and each.whole]
+            spared = not mine.whole or any(stands_for(each, mine) for each in newer)
+            if mine.number is not None and spared and missing > 0:
+                missing -= self._held(tier, mine.number)
+                going.append(mine.number)
+        if missing <= 0:
+            for number in going:
+                log.info("a deleted checkpoint makes way", tier=tier.name)
+                self.let_go(number)
+            return True
         self._shelter(tier)
         self._no_way_until = time.monotonic() + _NOT_AGAIN_S
         return False
+
+    def _held(self, tier: Tier, number: int) -> int:
+        """Return what a set takes of a tier that cannot be evicted, bytes."""
+        inodes = [self._catalog.find(row.ino) for row in self._guarded.rows(number)]
+        return sum(
+            tier.held(inode.ino)
+            for inode in inodes
+            if inode is not None and inode.nlink == 0 and inode.dirty
+        )
 
     def _shelter(self, tier: Tier) -> None:
         """Have what is kept in a tier brought to the store, so that it can be evicted."""
@@ -361,11 +376,6 @@ class Guard:
         """Whether a tier will have more room once the store has what is kept in it."""
         found = map(self._catalog.find, self._guarded.sheltered)
         return any(inode is not None and inode.dirty and inode.nlink == 0 for inode in found)
-
-    def _is_in(self, tier: Tier, mine: Sighting) -> bool:
-        """Whether the tier has what could not be evicted of it."""
-        held = [row.ino for row in self._guarded.rows(mine.number) if tier.held(row.ino)]
-        return any(row.nlink == 0 and row.dirty for row in map(self._catalog.get, held))
 
 
 def outdoes(other: Sighting, mine: Sighting) -> bool:

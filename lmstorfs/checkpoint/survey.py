@@ -15,6 +15,9 @@ from lmstorfs.catalog.catalog import Inode
 from lmstorfs.checkpoint.checkpoints import holds_weights, is_temporary, names_step
 
 _DIGITS = re.compile(r"\d+")
+_PASSING = re.compile(
+    r"(^|[._-])(lock|in[-_.]?progress|pending|writing)([._-]|$)|\.swp$|^\.nfs", re.IGNORECASE
+)
 _ALIKE = 0.95  # weights that a save left off in the middle are smaller than this share, mostly
 _SMALL_BYTES = 1 << 20  # weights smaller than this may be of any size
 
@@ -68,8 +71,18 @@ def counts(checkpoint: str, path: str) -> bool:
 
     Beside one that is written to the same place again and again lie logs and the like.
     """
-    hidden = path.rpartition("/")[2].startswith(".")  # `.metadata` of torch.distributed
-    return hidden or holds_weights(path) or names_step(checkpoint)
+    return is_essential(path) or (names_step(checkpoint) and not is_passing(path))
+
+
+def is_essential(path: str) -> bool:
+    """Whether a file holds weights, or is one without which weights cannot be read."""
+    return holds_weights(path) or path.rpartition("/")[2] == ".metadata"  # torch.distributed's
+
+
+def is_passing(path: str) -> bool:
+    """Whether a file's name says that it is there for a while only, as a lock or a marker is."""
+    name = path.rpartition("/")[2]
+    return is_temporary(name) or (_PASSING.search(name) is not None and not holds_weights(path))
 
 
 def when(inode: Inode) -> float:
@@ -85,11 +98,14 @@ def lacking(one: Sighting, other: Sighting) -> list[str]:
         theirs = sorted(sizes, reverse=True)
         less = len(mine) < len(theirs)
         if not less and (not name or holds_weights(name)):
-            pairs = zip(mine, theirs, strict=False)
-            less = any(own < _ALIKE * its and its > _SMALL_BYTES for own, its in pairs)
+            less = any(_is_less(own, its) for own, its in zip(mine, theirs, strict=False))
         if less:
             found.append(name or other.path.rpartition("/")[2])
     return found
+
+
+def _is_less(size: int, before: int) -> bool:
+    return size < before and (not size or (before > _SMALL_BYTES and size < _ALIKE * before))
 
 
 def stands_for(one: Sighting, other: Sighting) -> bool:

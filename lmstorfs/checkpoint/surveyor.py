@@ -178,7 +178,8 @@ class Surveyor:
         """Whether the row's checkpoint is not what it was, since this file of it was deleted."""
         if not row.deleted_at or not counts(row.checkpoint, row.path):
             return False
-        return bool(row.weights) or self._catalog.resolve(row.path) is None
+        there = self._catalog.resolve(row.path)
+        return bool(row.weights) or there is None or not self.is_closed(there)
 
     def is_as_it_was(self, row: GuardedFile) -> bool:
         """Whether the file still has its name and its content."""

@@ -23,7 +23,8 @@ from lmstorfs.tiers import Placement
 
 log = structlog.get_logger()
 
-_NAMES_S = 10.0  # the store is given so long to move what it has back to its place
+_SETTLED_S = 10.0  # nobody waits longer for digests, nor for the store to move things back
+_LOOK_S = 0.05
 
 
 class Undeleter:
@@ -117,7 +118,11 @@ class Undeleter:
         log.info("undeleted", checkpoint=path, to=to, files=len(targets))
         back = [self._catalog.get(ino) for ino in targets]
         problems = [problem for inode in back if (problem := await self._make_ready(inode))]
-        await self._names_settled(list(targets.values()))
+        left = {row.ino: row.path for row in rows if not row.deleted_at and to is None}
+        for ino in left:
+            self._flusher.urgent(ino)
+        with trio.move_on_after(_SETTLED_S):
+            await self._settled({**left, **targets})
         return {
             "path": to if to is not None else path,
             "paths": sorted(targets.values()),
@@ -130,7 +135,7 @@ class Undeleter:
         """Whether a file that is where the row's was may be of another save."""
         if not counts(row.checkpoint, row.path):
             return False
-        return self._catalog.guarded.keeps_weights(row.number)
+        return self._surveyor.is_missed(row) or self._catalog.guarded.keeps_weights(row.number)
 
     def _check_content(self, row: GuardedFile) -> None:
         inode = self._catalog.get(row.ino)
@@ -163,7 +168,8 @@ class Undeleter:
             self._digester.add(inode.ino, inode.version)
         elif self._mirror is not None and inode.dirty:
             self._mirror.closed(inode.ino, inode.version, None)
-        self._flusher.wake()
+        if inode.dirty:
+            self._flusher.urgent(inode.ino)  # it is what there is to go on from
         if inode.tier is None and inode.dirty:
             try:
                 await self._ladder.bring(inode)
@@ -171,7 +177,11 @@ class Undeleter:
                 return str(error)
         return None
 
-    async def _names_settled(self, paths: list[str]) -> None:
-        with trio.move_on_after(_NAMES_S):
-            while any(self._catalog.journal.blocks(path) for path in paths):
+    async def _settled(self, targets: dict[int, str]) -> None:
+        """Return when the files have digests, and the store has what it has in its place."""
+        while any(self._catalog.journal.blocks(path) for path in targets.values()) or any(
+            inode.digest is None and inode.tier is not None
+            for inode in filter(None, map(self._catalog.find, targets))
+        ):
+            with trio.move_on_after(_LOOK_S):
                 await self._flusher.changed()

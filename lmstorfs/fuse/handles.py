@@ -264,7 +264,8 @@ class OpenFiles:
         assert opened.fd is not None
         assert opened.tier is not None
         while end - size >= _RESERVE_STEP_MIN_BYTES:
-            if self.placement.reserve(opened.tier, opened.ino, opened.fd, end):
+            last = end - size < 2 * _RESERVE_STEP_MIN_BYTES
+            if self.placement.reserve(opened.tier, opened.ino, opened.fd, end, urgent=last):
                 return True
             end = size + (end - size) // 2
         return opened.tier.held(opened.ino) > size

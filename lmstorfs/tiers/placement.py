@@ -40,8 +40,8 @@ class Placement:
         self._is_open = is_open
         self._used: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._kinds: OrderedDict[bytes, int] = OrderedDict()
-        self.spare: Callable[[Tier], bool] = lambda tier: False
-        """Called where a tier lacks room; returns whether it gave up something that was kept."""
+        self.spare: Callable[[Tier, int], bool] = lambda tier, missing: False
+        """Called where a tier lacks so many bytes; returns whether what was kept made way."""
 
     def tier(self, name: str | None) -> Tier | None:
         """Return the tier called `name`."""
@@ -74,7 +74,7 @@ class Placement:
         expected = self.expect(name)
         for tier in self.tiers:
             needed = expected or tier.budget_bytes // _UNKNOWN_SHARE
-            if self.make_room(tier, needed):
+            if self.make_room(tier, needed, urgent=expected is not None):
                 ahead = min(RESERVE_AHEAD_BYTES, tier.free_bytes // _FIRST_SHARE)
                 return tier, expected or max(ahead, MIN_RESERVE_BYTES)
         return None
@@ -84,15 +84,18 @@ class Placement:
         unknown = min(RESERVE_AHEAD_BYTES, tier.budget_bytes // _UNKNOWN_SHARE)
         return min(self.expect(name) or unknown, tier.budget_bytes)
 
-    def reserve(self, tier: Tier, ino: int, fd: int, end: int) -> bool:
+    def reserve(self, tier: Tier, ino: int, fd: int, end: int, *, urgent: bool = True) -> bool:
         """Make sure that `ino` can grow to `end`, evicting where needed; False: no room."""
         missing = end - tier.held(ino)
-        return missing <= 0 or (self.make_room(tier, missing) and tier.reserve(ino, fd, end))
+        return missing <= 0 or (
+            self.make_room(tier, missing, urgent=urgent) and tier.reserve(ino, fd, end)
+        )
 
-    def make_room(self, tier: Tier, wanted: int) -> bool:
+    def make_room(self, tier: Tier, wanted: int, *, urgent: bool = True) -> bool:
         """Evict stored versions until `wanted` bytes are free; False where that is not enough.
 
-        Nothing is evicted where it would not be enough.
+        Nothing is evicted where it would not be enough. `urgent`: it is for bytes that will
+        come, and not just may; for those also what was deleted and is kept has to make way.
         """
         if tier.free_bytes >= wanted:
             return True
@@ -104,7 +107,7 @@ class Placement:
             victims.append(inode)
             room += tier.held(inode.ino)
         if room < wanted:
-            return self.spare(tier) and self.make_room(tier, wanted)
+            return urgent and self.spare(tier, wanted - room) and self.make_room(tier, wanted)
         for inode in victims:
             self.evict(tier, inode.ino)
         return tier.free_bytes >= wanted
