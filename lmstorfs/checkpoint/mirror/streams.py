@@ -62,14 +62,17 @@ class Streams:
     def slices(self) -> Iterator[Slice]:
         """Yield what was added since the last look; the caller sends each before the next."""
         growing = {file.ino: file for file in self._growing()}
+        sizes = {ino: file.size for ino, file in growing.items()}
         for ino in [ino for ino in self._streams if ino not in growing]:
-            if not self._still_waits(ino):
+            if self._still_waits(ino):  # closed, and being digested: the link need not idle
+                sizes[ino] = os.fstat(self._streams[ino].fd).st_size
+            else:
                 self.forget(ino)
-        for ino, file in growing.items():
-            stream = self._streams.get(ino) or self._begin(file)
+        for ino, size in sizes.items():
+            stream = self._streams.get(ino) or self._begin(growing[ino])
             if stream is None:
                 continue
-            end = file.size // BLOCK_BYTES * BLOCK_BYTES
+            end = size // BLOCK_BYTES * BLOCK_BYTES
             start = min(stream.sent, end)  # it may have been truncated
             stream.sent = min(end, start + SLICE_BYTES)
             if stream.sent > start:
