@@ -8,6 +8,7 @@ import errno
 import os
 import shutil
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -151,3 +152,13 @@ def kernel_version(release: str | None = None) -> tuple[int, int]:
     """Return the running kernel's version, (6, 9) for `6.9.3-arch1`."""
     major, minor = (release or os.uname().release).split("-")[0].split(".")[:2]
     return int(major), int("".join(filter(str.isdigit, minor)) or 0)
+
+
+NICENESS = 5  # of what works in the background: training comes first
+
+
+def yield_to_training() -> None:
+    """Let this thread come after what the machine is for, for good."""
+    thread = threading.get_native_id()
+    if os.getpriority(os.PRIO_PROCESS, thread) < NICENESS:
+        os.setpriority(os.PRIO_PROCESS, thread, NICENESS)

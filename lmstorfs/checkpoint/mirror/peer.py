@@ -17,6 +17,7 @@ from lmstorfs.errors import (
     PeerProtocolError,
     PeerRefusedError,
 )
+from lmstorfs.host import yield_to_training
 
 SLICE_BLOCKS = 4  # sent in one go: what an urgent version may have to wait for
 SLICE_BYTES = SLICE_BLOCKS * BLOCK_BYTES
@@ -121,6 +122,7 @@ class Peer:
 
     def data(self, ino: int, fd: int, offset: int, count: int) -> None:
         """Bring a range of a file, at most `SLICE_BYTES`."""
+        yield_to_training()
         self._connection.send(m.encode(m.Data(ino=ino, offset=offset, count=count)))
         self._connection.send_file(fd, offset, count)
 
