@@ -46,6 +46,7 @@ class Guarded:
         self._journal = journal
         self.sheltered: set[int] = set()
         """Kept inodes that the store is to have after all, since their tier needs the room."""
+        self._stored_whole: dict[int, bool] = {}
 
     # --- reading -----------------------------------------------------------------------------
 
@@ -104,6 +105,7 @@ class Guarded:
     def begin(self, files: Iterable[GuardedFile]) -> int:
         """Make a set of these files (their `number` is not looked at); return its number."""
         (last,) = self._db.execute("SELECT COALESCE(MAX(number), 0) FROM guarded").fetchone()
+        self._stored_whole.pop(int(last) + 1, None)
         self.extend(int(last) + 1, files)
         return int(last) + 1
 
@@ -161,29 +163,49 @@ class Guarded:
 
     def _share_object(self, ino: int, kept: int) -> None:
         """The object goes with the content that was kept, where it is that; else it stays."""
-        key, newest = self._object(kept)
+        key, useful = self._object(kept)
         if key is None:
             return
-        if not newest:
+        if not useful:
             self.forget_object(kept)
-        left = self.vacate(key, is_file=True) if newest else key
+        left = self.vacate(key, is_file=True) if useful else key
         self._db.execute("UPDATE inodes SET stored_key = ? WHERE ino = ?", (left, ino))
 
     # --- objects -----------------------------------------------------------------------------
 
     def settle_object(self, ino: int) -> None:
-        """Keep the object of a file that is kept where it is its newest version; else delete it."""
-        key, newest = self._object(ino)
-        if key is not None and not newest:
+        """Keep the object of a file that is kept where it is of use; else delete it."""
+        key, useful = self._object(ino)
+        if key is not None and not useful:
             self._journal.delete(key)
             self.forget_object(ino)
 
+    def gives_up_object(self, ino: int) -> bool:
+        """Whether what replaces the kept file may have its object."""
+        return not self._object(ino)[1]
+
     def _object(self, ino: int) -> tuple[str | None, bool]:
-        """Return the key of the inode's object, and whether that is its newest version."""
-        key, newest = self._db.execute(
-            "SELECT stored_key, stored_version = version FROM inodes WHERE ino = ?", (ino,)
+        """Return the key of the inode's object, and whether it is of use.
+
+        It is where it is the newest version, and the store has all of the checkpoint or nobody
+        else has the file: a part of a checkpoint is no copy.
+        """
+        key, newest, tier = self._db.execute(
+            "SELECT stored_key, stored_version = version, tier FROM inodes WHERE ino = ?", (ino,)
         ).fetchone()
-        return key, bool(newest)
+        return key, bool(newest) and (tier is None or self._is_stored_whole(ino))
+
+    def _is_stored_whole(self, ino: int) -> bool:
+        """Whether the store had all weights of the set when the first file of it was deleted."""
+        (number,) = self._db.execute("SELECT number FROM guarded WHERE ino = ?", (ino,)).fetchone()
+        if number not in self._stored_whole:
+            dirty = self._db.execute(
+                "SELECT 1 FROM guarded g JOIN inodes i ON i.ino = g.ino"
+                " WHERE g.number = ? AND g.weights > 0 AND i.version != i.stored_version LIMIT 1",
+                (number,),
+            ).fetchone()
+            self._stored_whole[number] = dirty is None
+        return self._stored_whole[number]
 
     def vacate(self, key: str, *, is_file: bool, alone: bool = False) -> str | None:
         """Something new is to lie at `key`: the objects of kept files make way.

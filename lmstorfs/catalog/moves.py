@@ -76,10 +76,10 @@ class Moves:
         """Return the object at `new_key` that what comes there is to replace."""
         own = target.stored_key if target is not None else None
         if target is not None and own is not None and self._guarded.keeps(target.ino):
-            if target.dirty:
+            if self._guarded.gives_up_object(target.ino):
                 self._guarded.forget_object(target.ino)
             else:
-                own = None  # it may have to make way
+                own = None  # it has to make way
         left = self._guarded.vacate(new_key, is_file=inode.is_file)
         return own if own is not None else left
 
