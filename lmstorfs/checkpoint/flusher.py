@@ -326,7 +326,7 @@ class Flusher:
         else:
             self._catalog.contents.kept_here(inode.ino)
             return
-        self._record(inode, flight, info)
+        self._record(inode, flight, info, attributes)
 
     async def _bring_file(self, inode: Inode, flight: Flight, attributes: Attributes) -> ObjectInfo:
         tier = self._placement.tier(inode.tier)
@@ -355,13 +355,15 @@ class Flusher:
         shown = msgspec.structs.replace(attributes, digest=done.digest)
         return msgspec.structs.replace(done.info, attributes=shown)
 
-    def _record(self, before: Inode, flight: Flight, info: ObjectInfo) -> None:
+    def _record(self, before: Inode, flight: Flight, info: ObjectInfo, sent: Attributes) -> None:
         now = self._catalog.find(before.ino)
-        changed = now is not None and (now.mode, now.uid, now.gid) != (
-            before.mode, before.uid, before.gid,
-        )  # fmt: skip
-        if now is not None and now.version == before.version and now.mtime_ns != before.mtime_ns:
-            changed = True
+        changed = False
+        if now is not None:
+            here = attributes_of(now, self._catalog.xattrs(now.ino))
+            changed = (here.mode, here.uid, here.gid, here.xattrs) != (
+                sent.mode, sent.uid, sent.gid, sent.xattrs,
+            )  # fmt: skip
+            changed |= now.version == before.version and now.mtime_ns != before.mtime_ns
         self._catalog.contents.stored(
             before.ino, flight.version, flight.key, info, attributes_changed=changed
         )
