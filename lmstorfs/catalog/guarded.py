@@ -246,6 +246,11 @@ class Guarded:
         origin = (self._db.meta("origin") or "0")[:8]  # another catalog may use the same store
         return f"{DELETED}/{origin}-{ino}"
 
+    def came_back(self, keys: Iterable[str | None]) -> None:
+        """Objects that were at these keys are to have their places again."""
+        if any(key is not None and key.startswith(DELETED + "/") for key in keys):
+            self._journal.remove_directory(DELETED)  # where it is empty by then
+
     def refuge(self, ino: int) -> str | None:
         """Return where the store is to have a kept inode; None: nowhere."""
         return self._aside(ino) if ino in self.sheltered and self.keeps(ino) else None

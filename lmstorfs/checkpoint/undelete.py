@@ -108,12 +108,14 @@ class Undeleter:
                     self._check_content(row)
                     targets[row.ino] = target
         with self._catalog.db.transaction():
+            keys = [self._catalog.get(ino).stored_key for ino in targets]
             for ino, target in targets.items():
                 inode = self._catalog.get(ino)
                 folder, _, name = target.rpartition("/")
                 parent = self._directory(folder, inode)
                 self._catalog.guarded.forget(row for row in rows if row.ino == ino)
                 self._catalog.restore(parent, os.fsencode(name), ino)
+            self._catalog.guarded.came_back(keys)
         self._guard.let_go(number)  # logs that have been begun anew, and notes
         log.info("undeleted", checkpoint=path, to=to, files=len(targets))
         back = [self._catalog.get(ino) for ino in targets]
