@@ -159,7 +159,11 @@ class OpenFiles:
         if tier is None and (truncate or (inode.size == 0 and inode.digest in _OF_NOTHING)):
             tier, wanted = self.home(base)
             self.catalog.contents.set_tier(inode.ino, tier.name)
-            return self._make(self.catalog.get(inode.ino), base, wanted)
+            opened = self._make(self.catalog.get(inode.ino), base, wanted)
+            if not truncate:  # the flusher knows a version by its time
+                mtime_ns = inode.version_mtime_ns if inode.version else inode.mtime_ns
+                os.utime(tier.path(inode.ino), ns=(inode.atime_ns, mtime_ns))
+            return opened
         if tier is None:
             tier = await self.ladder.bring(inode)
             self._proved.add(inode.ino)

@@ -36,7 +36,7 @@ from lmstorfs.checkpoint.fence import Fence
 from lmstorfs.checkpoint.flusher import Flight, attributes_of
 from lmstorfs.digest import digest_bytes
 from lmstorfs.errors import NotInStoreError, StoreError
-from lmstorfs.store import Kind, ObjectInfo
+from lmstorfs.store import Attributes, Kind, ObjectInfo
 from tests.unit.modelstores import SHARED, FolderStore, ObjectStore, Tree
 
 NAMES = (b"a", b"b", b"c")
@@ -50,6 +50,7 @@ class Sent(msgspec.Struct):
     inode: Inode
     flight: Flight
     content: bytes
+    attributes: Attributes
     info: ObjectInfo | None = None
     """The store's answer, once it is published."""
 
@@ -256,7 +257,7 @@ class NamesAndUploads(RuleBasedStateMachine):
         flight = Flight(key, inode.version, inode.version_size, scope=new_scope())
         self.flusher.in_flight[inode.ino] = flight
         content = self.contents.get(inode.ino, b"")
-        self.sent[inode.ino] = Sent(inode, flight, content)
+        self.sent[inode.ino] = Sent(inode, flight, content, attributes_of(inode, {}))
         if inode.dirty:
             self.catalog.contents.upload_began(inode.ino, key + "/" * inode.is_dir)
 
@@ -270,7 +271,7 @@ class NamesAndUploads(RuleBasedStateMachine):
         sent = self.sent[data.draw(st.sampled_from(sorted(self.sent)), "publish")]
         if sent.info is not None or self.superseded(sent):
             return
-        attributes = attributes_of(sent.inode, {})
+        attributes = sent.attributes
         try:
             if not sent.inode.dirty:
                 kind = Kind.DIRECTORY if sent.inode.is_dir else Kind.FILE
@@ -294,7 +295,7 @@ class NamesAndUploads(RuleBasedStateMachine):
         if known and sent.info is not None and not sent.inode.dirty:
             self.catalog.contents.attributes_stored(sent.inode, sent.info.etag)
         elif known and sent.info is not None:
-            self.flusher._record(sent.inode, sent.flight, sent.info)
+            self.flusher._record(sent.inode, sent.flight, sent.info, sent.attributes)
         else:
             self.flusher._given_up(sent.inode, sent.flight)
         del self.flusher.in_flight[ino], self.sent[ino]
