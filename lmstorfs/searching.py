@@ -6,6 +6,7 @@ from collections.abc import Collection
 from lmstorfs.catalog import Inode, SqliteCatalog
 from lmstorfs.checkpoint.checkpoints import checkpoint_of, holds_weights, is_temporary
 from lmstorfs.checkpoint.seals import is_sealed
+from lmstorfs.checkpoint.survey import Sighting, judge
 from lmstorfs.fuse.refresh import Refresher
 
 _DIRECTORIES_MAX = 2000  # a store may hold a dataset beside the checkpoints
@@ -32,10 +33,28 @@ class StoreSearch:
         for path, inode in await self._files(below, start):
             found.setdefault(checkpoint_of(path), []).append(inode)
         newest = sorted(found.items(), key=lambda item: -max(i.mtime_ns for i in item[1]))
-        for name, files in newest[:_CANDIDATES_MAX]:
-            if name not in but and await self._is_complete(name, files):
+        newest = newest[:_CANDIDATES_MAX]
+        lacking = self._lacking(newest)
+        for name, files in newest:
+            if name not in but and name not in lacking and await self._is_complete(name, files):
                 return name
         return None
+
+    def _lacking(self, candidates: list[tuple[str, list[Inode]]]) -> set[str]:
+        """Return those that are less than the one before them in their series.
+
+        A seal counts the files that there were; a save that was left off between two files, and
+        stood so for a moment, has one, too.
+        """
+        sightings = []
+        for name, files in candidates:
+            sighting = Sighting(path=name)
+            for inode in files:
+                path = self._catalog.path(inode.ino) or name
+                sighting.add(path, inode, closed=True, second=True)
+            sightings.append(sighting)
+        judge(sightings)
+        return {sighting.path for sighting in sightings if sighting.lacks}
 
     async def _files(self, below: str, start: Inode) -> list[tuple[str, Inode]]:
         if start.is_file:

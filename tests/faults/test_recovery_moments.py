@@ -357,13 +357,7 @@ def test_after_a_reboot_a_read_does_not_wait_for_the_rest(tmp_path: Path) -> Non
     [
         ("directory", "in a file"),
         ("s3", "in a file"),
-        pytest.param(
-            "directory",
-            "between files",
-            marks=pytest.mark.xfail(
-                strict=False, reason="a seal counts the files that there are so far"
-            ),
-        ),
+        ("directory", "between files"),
     ],
 )
 def test_with_node_and_mirror_gone_latest_is_what_the_store_holds_whole(
