@@ -172,6 +172,8 @@ class Daemon:
         self.opened.close_backing = self.channel.forget_backing
         self.drainer = Drainer(self.catalog, self.flusher, self.ladder.coming)
         self.drainer.let_go = self.guard.look
+        self.seals = Seals(self.catalog, self.flusher)
+        self.drainer.seal = self.seals.look
         self.report = Report(
             config,
             self.catalog,
@@ -255,7 +257,7 @@ class Daemon:
                 nursery.start_soon(part.run)
             nursery.start_soon(self.opened.watch_growth)
             nursery.start_soon(self.ladder.run)
-            nursery.start_soon(Seals(self.catalog, self.flusher).run)
+            nursery.start_soon(self.seals.run)
             for peer in (self.mirror, self.replicas):
                 if peer is not None:
                     nursery.start_soon(peer.run)

@@ -37,6 +37,8 @@ class Drainer:
         self._coming = coming
         self.let_go: Callable[[], int] = lambda: 0
         """Lets go of what was deleted and is not needed once the store has the rest."""
+        self.seal: Callable[[], list[Inode]] = list
+        """Marks checkpoints that the store has whole; returns the files that carry the marks."""
 
     def targets(self, paths: list[str]) -> dict[int, Inode]:
         """Return what is dirty now at and below `paths` (relative to the mount point).
@@ -64,6 +66,7 @@ class Drainer:
         targets = self.targets(paths)
         names = not paths or "" in paths
         await self._bring(targets, progress, names=names)
+        await self._bring({inode.ino: inode for inode in self.seal()}, nobody, names=False)
         if names and self.let_go():
             await self._bring({}, nobody, names=True)
         # What came into a directory of the store may have moved its times on.

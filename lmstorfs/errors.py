@@ -101,3 +101,19 @@ def errno_of(error: BaseException) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return errno.EIO
+
+
+class SaveError(LmstorfsError):
+    """A checkpoint could not be saved; the message names its path. Nothing torn is left there."""
+
+
+class UnsavableError(SaveError):
+    """The format cannot hold the object."""
+
+    errno = errno.EINVAL
+
+
+class PoolFullError(SaveError):
+    """No memory of the staging pool came free in time."""
+
+    errno = errno.ENOMEM

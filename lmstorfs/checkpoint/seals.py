@@ -39,27 +39,34 @@ class Seals:
                 stored = now
                 self.look()
 
-    def look(self) -> None:
-        """Seal the newest checkpoints that the store holds and that have no right seal yet."""
+    def look(self) -> list[Inode]:
+        """Seal the newest checkpoints that the store holds and that have no right seal yet.
+
+        Return the files whose attributes the store now is to have.
+        """
         recent = self._catalog.contents.recent(_RECENT_FILES)
+        sealed: list[Inode] = []
         found = checkpoints.group(recent, self._catalog.path, lambda ino: False, _NEWEST)
         for checkpoint in found:
             if checkpoint.complete and checkpoint.weights and checkpoint.copies.store:
-                self._seal(checkpoint.path)
+                sealed += self._seal(checkpoint.path)
+        return sealed
 
-    def _seal(self, path: str) -> None:
+    def _seal(self, path: str) -> list[Inode]:
         directory = self._catalog.resolve(path)
         if directory is None or not directory.is_dir:
-            return
+            return []
         inside = [inode for inode in self._catalog.below(directory.ino) if inode.is_file]
         if not inside or any(inode.dirty for inode in inside):
-            return
+            return []
         smallest = min(inside, key=lambda inode: (inode.size, inode.ino))
         wanted = b"%d" % len(inside)
-        if self._catalog.xattrs(smallest.ino).get(SEAL_XATTR) != wanted:
-            self._catalog.set_xattr(smallest.ino, SEAL_XATTR, wanted)
-            self._flusher.wake()
-            log.info("sealed", checkpoint=path, files=len(inside))
+        if self._catalog.xattrs(smallest.ino).get(SEAL_XATTR) == wanted:
+            return []
+        self._catalog.set_xattr(smallest.ino, SEAL_XATTR, wanted)
+        self._flusher.wake()
+        log.info("sealed", checkpoint=path, files=len(inside))
+        return [self._catalog.get(smallest.ino)]
 
 
 def is_sealed(catalog: SqliteCatalog, files: list[Inode]) -> bool:
