@@ -117,3 +117,9 @@ class PoolFullError(SaveError):
     """No memory of the staging pool came free in time."""
 
     errno = errno.ENOMEM
+
+
+class LoadError(LmstorfsError):
+    """A checkpoint does not fit what it is to be loaded into."""
+
+    errno = errno.EINVAL

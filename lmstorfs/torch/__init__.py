@@ -5,5 +5,6 @@ Works on any path; `handle.mirrored()` and `handle.stored()` need an lmstorfs mo
 
 from lmstorfs.torch.checkpointer import Checkpointer
 from lmstorfs.torch.handle import SaveHandle
+from lmstorfs.torch.loading import load
 
-__all__ = ["Checkpointer", "SaveHandle"]
+__all__ = ["Checkpointer", "SaveHandle", "load"]
