@@ -19,7 +19,7 @@ import torch
 from lmstorfs.errors import SaveError
 from lmstorfs.torch.archive import Archive
 from lmstorfs.torch.handle import SaveHandle, failure
-from lmstorfs.torch.pieces import Layout, Piece
+from lmstorfs.torch.pieces import Late, Layout, Piece
 from lmstorfs.torch.pool import CHUNK_BYTES, Pool
 from lmstorfs.torch.safetensors_file import SafetensorsFile
 from lmstorfs.torch.staging import SMALL_BYTES, Stager, Streams, events_now, order_after
@@ -52,12 +52,16 @@ class Checkpointer:
         max_host_memory: int | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         pool_timeout_s: float = POOL_TIMEOUT_S,
+        checksums: bool = False,
     ) -> None:
         """Bound the staging memory to `max_host_memory` bytes (a quarter of the host's by default).
 
         It is taken as it is needed and then kept. With less than a checkpoint's size, `save` (or,
         with `guard`, the step) waits until the rest of it is written, at the mount's speed.
+        With `checksums` the files are `torch.save`'s own to the last bit; else tensors' records
+        lack the CRC-32, which `torch.load` never reads and which costs more than all the rest.
         """
+        self._checksums = checksums
         self._limit = max_host_memory or _host_memory() // _MEMORY_SHARE
         self._chunk_bytes = chunk_bytes
         self._timeout_s = pool_timeout_s
@@ -105,7 +109,7 @@ class Checkpointer:
         self._follow_fork()
         self._raise_failures()
         name = os.fspath(path)
-        layout = _layout(state, name, format, metadata)
+        layout = self._layout(state, name, format, metadata)
         pieces = list(layout.pieces())
         handle = SaveHandle(name, self._forget)
         self._number += 1
@@ -194,9 +198,23 @@ class Checkpointer:
         """Close."""
         self.close()
 
+    def _layout(
+        self, state: Any, path: str, format: str | None, metadata: Mapping[str, str] | None
+    ) -> Layout:
+        chosen = format or ("safetensors" if path.endswith(".safetensors") else "torch")
+        if chosen == "safetensors":
+            return SafetensorsFile(state, metadata)
+        if chosen == "torch":
+            if metadata is not None:
+                raise ValueError("metadata is a part of safetensors files; put it into the state")
+            return Archive(state, Path(path).stem, checksums=self._checksums)
+        raise ValueError(f"format={format!r}: it is one of {', '.join(FORMATS)}")
+
     # --- staging -----------------------------------------------------------------------------
 
-    def _stage_now(self, writer: FileWriter, pieces: list[bytes | Piece], in_place: bool) -> None:
+    def _stage_now(
+        self, writer: FileWriter, pieces: list[bytes | Piece | Late], in_place: bool
+    ) -> None:
         self._wait_enqueued()
         try:
             events = self._stager.stage(pieces, writer.put, in_place=in_place)
@@ -213,7 +231,7 @@ class Checkpointer:
         writer.end()
 
     def _stage_later(
-        self, writer: FileWriter, pieces: list[bytes | Piece], guarded: set[int]
+        self, writer: FileWriter, pieces: list[bytes | Piece | Late], guarded: set[int]
     ) -> None:
         mine = [_own(piece, guarded) for piece in pieces]
         devices = {
@@ -298,26 +316,15 @@ def _stage_all(lazy: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
         stage()
 
 
-def _layout(
-    state: Any, path: str, format: str | None, metadata: Mapping[str, str] | None
-) -> Layout:
-    chosen = format or ("safetensors" if path.endswith(".safetensors") else "torch")
-    if chosen == "safetensors":
-        return SafetensorsFile(state, metadata)
-    if chosen == "torch":
-        if metadata is not None:
-            raise ValueError("metadata is a part of safetensors files; put it into the state")
-        return Archive(state, Path(path).stem)
-    raise ValueError(f"format={format!r}: it is one of {', '.join(FORMATS)}")
-
-
-def _own(piece: bytes | Piece, guarded: set[int]) -> bytes | Piece:
+def _own(piece: bytes | Piece | Late, guarded: set[int]) -> bytes | Piece | Late:
     """Return the piece, or a copy of it where the training may change it before the next step."""
-    if isinstance(piece, bytes) or piece.storage._cdata in guarded:
-        if isinstance(piece, Piece) and piece.is_local and piece.nbytes < SMALL_BYTES:
-            return bytes(piece.view())
+    if not isinstance(piece, Piece):
         return piece
-    return Piece(piece.tensor().clone().untyped_storage(), 0, piece.nbytes)
+    is_guarded = piece.storage._cdata in guarded
+    if is_guarded and not (piece.is_local and piece.nbytes < SMALL_BYTES):
+        return piece
+    # What is small is gathered as text when its turn comes, and that may be after the step.
+    return Piece(piece.tensor().clone().untyped_storage(), 0, piece.nbytes, piece.seen)
 
 
 def _storages(values: Iterable[Any]) -> Iterable[int]:

@@ -5,7 +5,7 @@ written from its beginning to its end while tensors are still on their way from 
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import msgspec
@@ -15,12 +15,25 @@ WRITTEN_IN_PLACE = ("cpu",)
 """Types of devices whose memory write(2) can read."""
 
 
+Touch = Callable[[memoryview], None]
+"""Reads bytes of the file as they are about to be written, or fills them in."""
+
+
+class Late(msgspec.Struct, frozen=True):
+    """`nbytes` of text that depends on tensors' bytes before it: `fill` writes it, in its turn."""
+
+    nbytes: int
+    fill: Touch
+
+
 class Piece(msgspec.Struct, frozen=True):
     """`nbytes` bytes of a tensor's storage, from `offset` on."""
 
     storage: torch.UntypedStorage
     offset: int
     nbytes: int
+    seen: Touch | None = None
+    """Called with the bytes, one stretch after the other, when they are about to be written."""
 
     @property
     def is_local(self) -> bool:
@@ -44,11 +57,8 @@ class Layout(Protocol):
     nbytes: int
     """Of tensors' memory in it."""
 
-    def pieces(self) -> Iterator[bytes | Piece]:
-        """Give the file from the beginning to the end.
-
-        `checksum` is called for the text after a tensor's bytes.
-        """
+    def pieces(self) -> Iterator[bytes | Piece | Late]:
+        """Give the file from the beginning to the end."""
         ...
 
 

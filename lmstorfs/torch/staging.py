@@ -11,13 +11,14 @@ from typing import Any
 import msgspec
 import torch
 
-from lmstorfs.torch.pieces import Piece
+from lmstorfs.torch.pieces import Late, Piece, Touch
 from lmstorfs.torch.pool import Chunk, Pool
 
 _cuda: Any = torch.cuda  # its streams and events have no types
 
 SMALL_BYTES = 64 << 10  # not worth a promise, a chunk or a copy by several threads
 _BY_THREADS_BYTES = 1 << 20
+_GATHERED_BYTES = 1 << 20
 
 
 class Stretch(msgspec.Struct):
@@ -30,6 +31,8 @@ class Stretch(msgspec.Struct):
     """Whose own memory they are."""
     events: list[Any] = []
     """CUDA events after which they are right."""
+    touches: list[tuple[int, int, Touch]] = []
+    """What is to see, or to fill in, the bytes from one position to another before the write."""
 
 
 class Streams:
@@ -55,7 +58,7 @@ class Stager:
 
     def stage(
         self,
-        pieces: Iterable[bytes | Piece],
+        pieces: Iterable[bytes | Piece | Late],
         put: Callable[[Stretch], None],
         *,
         in_place: bool,
@@ -72,13 +75,16 @@ class Stager:
             for piece in pieces:
                 if isinstance(piece, bytes):
                     fill.text(piece)
+                elif isinstance(piece, Late):
+                    fill.text(bytes(piece.nbytes), piece.fill)
                 elif not piece.is_local:
                     fill.copy(piece)
                 elif piece.nbytes < SMALL_BYTES:
-                    fill.text(bytes(piece.view()))
+                    fill.text(bytes(piece.view()), piece.seen)
                 elif in_place:
                     fill.flush()
-                    put(Stretch(piece.view(), lender=piece))
+                    touches = [(0, piece.nbytes, piece.seen)] if piece.seen else []
+                    put(Stretch(piece.view(), lender=piece, touches=touches))
                 else:
                     fill.copy(piece)
             fill.flush()
@@ -106,18 +112,25 @@ class _Fill:
         self._text = bytearray()
         self._chunk: Chunk | None = None
         self._used = 0
+        self._touches: list[tuple[int, int, Touch]] = []
         self._devices: set[torch.device] = set()
         self._ordered: set[torch.device] = set()
         self.last: dict[torch.device, Any] = {}
 
-    def text(self, text: bytes) -> None:
-        if self._chunk is not None and len(text) <= self._pool.chunk_bytes - self._used:
-            self._chunk.view[self._used : self._used + len(text)] = text
-            self._used += len(text)
-            return
-        if self._chunk is not None:
+    def text(self, text: bytes, touch: Touch | None = None) -> None:
+        if self._chunk is not None and len(text) > self._pool.chunk_bytes - self._used:
             self.flush()
-        self._text += text
+        if self._chunk is None and len(self._text) >= _GATHERED_BYTES:
+            self.flush()
+            self._chunk = self._pool.take(self._timeout_s)  # so that text is bounded, too
+        start = self._used
+        if self._chunk is not None:
+            self._chunk.view[start : start + len(text)] = text
+        else:
+            self._text += text
+        self._used += len(text)
+        if touch is not None and text:
+            self._touches.append((start, self._used, touch))
 
     def copy(self, piece: Piece) -> None:
         source = piece.tensor()
@@ -128,6 +141,8 @@ class _Fill:
                 self._chunk = self._pool.take(self._timeout_s)
             count = min(piece.nbytes - done, self._pool.chunk_bytes - self._used)
             self._copy(piece, source[done : done + count], self._chunk)
+            if piece.seen is not None:
+                self._touches.append((self._used, self._used + count, piece.seen))
             done += count
             self._used += count
             if self._used == self._pool.chunk_bytes:
@@ -159,9 +174,10 @@ class _Fill:
 
     def flush(self) -> None:
         """Hand over what there is."""
+        touches, self._touches = self._touches, []
         if self._text:
-            self._put(Stretch(memoryview(bytes(self._text))))
-            self._text.clear()
+            text, self._text = self._text, bytearray()
+            self._put(Stretch(memoryview(text), touches=touches))
         if self._chunk is not None and self._used:
             chunk, self._chunk = self._chunk, None
             events = []
@@ -170,7 +186,8 @@ class _Fill:
                 event.record(self._streams.of(device))
                 events.append(event)
                 self.last[device] = event
-            self._put(Stretch(chunk.view[: self._used], chunk, events=events))
+            view = chunk.view[: self._used]
+            self._put(Stretch(view, chunk, events=events, touches=touches))
         self._used = 0
         self._devices = set()
 

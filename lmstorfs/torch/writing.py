@@ -76,6 +76,8 @@ class FileWriter:
                 for event in stretch.events:  # also before others may have the chunk
                     event.synchronize()
                 if failed is None:
+                    for start, end, touch in stretch.touches:
+                        touch(stretch.view[start:end])
                     self._write(stretch.view)
             except (OSError, RuntimeError) as error:  # CUDA's are of the second kind
                 failed = failed or error
