@@ -16,6 +16,7 @@ import typer
 
 from lmstorfs import __version__, console
 from lmstorfs.cli_copies import STATUS_TIMEOUT_S, JsonOption, MountArgument, choose, copies
+from lmstorfs.cli_run import runs
 from lmstorfs.control_client import ControlClient, DaemonDownError, DaemonGoneError
 from lmstorfs.errors import LmstorfsError, SetupError
 from lmstorfs.mounts import Mount, is_mounted, locate, lock_held
@@ -35,6 +36,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(copies)
+app.add_typer(runs)
 
 
 def _print_version(wanted: bool) -> None:

@@ -106,8 +106,7 @@ class Checkpointer:
         Raises `SaveError` (an earlier save's, or that `path` cannot be written to) and what pickle
         raises.
         """
-        self._follow_fork()
-        self._raise_failures()
+        self.check()
         name = os.fspath(path)
         layout = self._layout(state, name, format, metadata)
         pieces = list(layout.pieces())
@@ -156,6 +155,11 @@ class Checkpointer:
         self._pool.prepare(nbytes)
 
     # --- waiting -----------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise the `SaveError` of a save that failed meanwhile, if there is one."""
+        self._follow_fork()
+        self._raise_failures()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until all files are whole under their names; raises the first failure's `SaveError`.

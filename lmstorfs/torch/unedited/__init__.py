@@ -1,0 +1,1 @@
+"""What `lmstorfs run` loads into a training script that knows nothing of us."""
