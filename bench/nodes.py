@@ -121,7 +121,7 @@ def wait_until_connected(made: Mount, mirror: MirrorNode, known: int) -> float:
     """
     while status(made)["mirror"]["state"] == "down":
         time.sleep(CONNECT_POLL_S)
+    wait_for(lambda: CONNECTED.search(mirror.log.read_text()[known:]), "the mirror's log of it")
     found = CONNECTED.search(mirror.log.read_text()[known:])
-    if found is None:
-        raise OSError("the mirror's log tells of no connection")
+    assert found is not None
     return datetime.fromisoformat(found[1]).timestamp()

@@ -72,15 +72,16 @@ class S3Server:
             found += [item["Key"] for item in page.get("Contents", ())]
         return found
 
-    def uploads(self) -> list[str]:
-        """Return the keys of the multipart uploads that are under way."""
+    def uploads(self, below: str = "") -> list[str]:
+        """Return the keys of the multipart uploads that are under way, all or below a prefix."""
         try:
             response = self.client().list_multipart_uploads(Bucket=self.bucket)
         except ClientError as error:
             if error.response["Error"]["Code"] == "NoSuchUpload":
                 return []  # how rclone says that there never was one
             raise
-        return [item["Key"] for item in response.get("Uploads", ())]
+        keys = [item["Key"] for item in response.get("Uploads", ())]
+        return [key for key in keys if not below or key.startswith(f"{below}/")]
 
 
 def free_port() -> int:

@@ -484,4 +484,4 @@ def test_a_node_that_was_only_cut_off_stores_nothing_once_it_has_a_successor(
         new.sync()
         wanted["after"] = digest_bytes(b"after")
         assert objects(server, prefix) == wanted
-        assert server.uploads() == []
+        assert server.uploads(prefix) == []

@@ -168,7 +168,7 @@ def test_an_s3_server_in_trouble_for_a_while(
         proxy.restore()
         all_is_well(mount)
         assert stored(server, trouble) == wanted
-        assert server.uploads() == []
+        assert server.uploads(trouble) == []
 
 
 def test_a_connection_cut_in_the_middle_of_an_upload(tmp_path: Path, server: S3Server) -> None:
@@ -182,7 +182,7 @@ def test_a_connection_cut_in_the_middle_of_an_upload(tmp_path: Path, server: S3S
         proxy.restore()
         all_is_well(mount)
         assert stored(server, "middle") == wanted
-        assert server.uploads() == []
+        assert server.uploads("middle") == []
 
 
 def test_a_kill_in_the_middle_of_an_upload_leaves_no_part_of_it(
@@ -198,4 +198,4 @@ def test_a_kill_in_the_middle_of_an_upload_leaves_no_part_of_it(
         mount.start()
         all_is_well(mount)
         assert stored(server, "killed") == wanted
-        assert server.uploads() == []
+        assert server.uploads("killed") == []

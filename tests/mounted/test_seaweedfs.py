@@ -20,7 +20,7 @@ PREFIX = "run"
 @pytest.fixture(scope="module")
 def mount(weed: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mount]:
     store = ("--store", f"s3://{weed.bucket}/{PREFIX}")
-    options = ("-o", f"endpoint={weed.endpoint},part_size=5M")
+    options = ("-o", f"endpoint={weed.endpoint},part_size=5M", "--no-guard")  # what goes is gone
     folder = tmp_path_factory.mktemp("seaweedfs")
     with mounted(folder, *FAST, *store, *options, environment=weed.environment) as made:
         yield made
