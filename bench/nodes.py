@@ -121,7 +121,10 @@ def wait_until_connected(made: Mount, mirror: MirrorNode, known: int) -> float:
     """
     while status(made)["mirror"]["state"] == "down":
         time.sleep(CONNECT_POLL_S)
-    wait_for(lambda: CONNECTED.search(mirror.log.read_text()[known:]), "the mirror's log of it")
+    wait_for(
+        lambda: CONNECTED.search(mirror.log.read_text()[known:]) is not None,
+        "the mirror's log of it",
+    )
     found = CONNECTED.search(mirror.log.read_text()[known:])
     assert found is not None
     return datetime.fromisoformat(found[1]).timestamp()

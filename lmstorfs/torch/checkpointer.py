@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import util
 from pathlib import Path
 from typing import Any, Self
 
@@ -78,6 +79,7 @@ class Checkpointer:
         self._writes: queue.SimpleQueue[FileWriter | None] = queue.SimpleQueue()
         self._lazy: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._finalizer: util.Finalize | None = None
 
     # --- saving ------------------------------------------------------------------------------
 
@@ -182,6 +184,8 @@ class Checkpointer:
             self.wait()
         finally:
             threads, self._threads = self._threads, []
+            if self._finalizer is not None:
+                self._finalizer.cancel()
             if threads:
                 self._lazy.put(None)
                 self._writes.put(None)
@@ -281,6 +285,8 @@ class Checkpointer:
 
     def _start_threads(self) -> None:
         if not self._threads:
+            # What multiprocessing starts ends without `atexit`.
+            self._finalizer = util.Finalize(None, self.close, exitpriority=1)
             for work in (_write_all, _stage_all):
                 taken: Any = self._writes if work is _write_all else self._lazy
                 thread = threading.Thread(

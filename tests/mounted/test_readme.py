@@ -11,7 +11,7 @@ import pytest
 
 from lmstorfs import mounts
 from lmstorfs.settings import from_file
-from tests.mounting import Mount
+from tests.mounting import Mount, mounted
 from tests.s3servers import free_port, rclone_s3
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +27,21 @@ def commands() -> list[list[str]]:
     """Return the README's commands in its order."""
     lines = "\n".join(blocks("bash")).splitlines()
     return [words for line in lines if (words := shlex.split(line, comments=True))]
+
+
+TRAIN = "import torch; torch.save({{'step': 1}}, {path!r})"
+
+TRAINING = """
+import torch
+import torch.distributed.checkpoint as dcp
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.AdamW(model.parameters())
+batches = [torch.rand(2, 3)] * 2
+def train(batch):
+    model(batch).mean().backward()
+    optimizer.step()
+state = model.state_dict()
+"""
 
 
 class Sandbox:
@@ -61,8 +76,19 @@ class Sandbox:
         elif words[0] in ("sync", "wait"):
             Path(words[1]).mkdir(exist_ok=True)
             (Path(words[1]) / "model.pt").write_bytes(b"x")
+        elif words[0] == "undelete" and len(words) > 1:
+            self.save_and_delete(Path(words[1]))
+        elif words[0] == "run":
+            Path(words[-1]).write_text(TRAIN.format(path=str(self.mount.path / "trained.pt")))
         done = self.mount.run(*words)
         assert done.returncode == 0, f"{words}: {done.stdout}{done.stderr}"
+
+    def save_and_delete(self, checkpoint: Path) -> None:
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        checkpoint.mkdir()
+        (checkpoint / "model.pt").write_bytes(b"the only one")
+        self.mount.sync()
+        shutil.rmtree(checkpoint)
 
     def begin_mirror(self, words: list[str]) -> None:
         command = [sys.executable, "-m", "lmstorfs.cli", *words]
@@ -106,6 +132,10 @@ def test_every_command_works(tmp_path: Path) -> None:
             "256G": "64M",
             "10.0.0.2:7070": f"127.0.0.1:{free_port()}",
             "/etc/lmstorfs.key": str(tmp_path / "key"),
+            "python": sys.executable,
+            "torchrun": str(Path(sys.executable).with_name("torchrun")),
+            "train.py": str(tmp_path / "train.py"),
+            "8": "2",
         }
         sandbox = Sandbox(tmp_path, places)
         try:
@@ -118,7 +148,19 @@ def test_every_command_works(tmp_path: Path) -> None:
         finally:
             sandbox.clean_up()
     wanted = {"doctor", "mount", "status", "checkpoints", "sync", "latest", "unmount", "mirror"}
-    assert wanted | {"wait"} <= set(ran)
+    assert wanted | {"wait", "run", "undelete"} <= set(ran)
+
+
+def test_the_helpers_lines_work(tmp_path: Path) -> None:
+    with mounted(tmp_path, "--ram", "64M") as mount:
+        text = TRAINING + "\n".join(blocks("python")).replace("/ckpt", str(mount.path))
+        text += "future.result()\n"
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", text],
+            capture_output=True, text=True, check=False, env=mount.environment,
+        )  # fmt: skip
+        assert (done.returncode, done.stderr) == (0, "")
+        assert sorted(path.name for path in mount.path.iterdir()) == ["step-0.pt", "step-100"]
 
 
 @pytest.mark.parametrize("text", blocks("toml"))

@@ -5,6 +5,7 @@ a removal, a rename, a file that is written over (as the pointer to the newest c
 program that is started. Everything else goes on.
 """
 
+import atexit
 import contextlib
 import os
 import sys
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from lmstorfs.errors import SaveError
 from lmstorfs.torch.checkpointer import Checkpointer
 from lmstorfs.torch.handle import SaveHandle
 
@@ -29,6 +31,7 @@ class Pending:
         self.checkpointer = checkpointer
         self._saves: dict[str, SaveHandle] = {}
         self._inside = threading.local()
+        self._leave = os._exit
 
     def save(self, state: Any, path: str, **options: Any) -> None:
         """Save to `path`; raises what `Checkpointer.save` raises."""
@@ -65,15 +68,24 @@ class Pending:
     def watch(self) -> None:
         """Hear of all that this process does to files, from now until it ends."""
         sys.addaudithook(self._hear)
+        atexit.unregister(self.checkpointer.close)
+        atexit.register(self._at_the_end)
         for name in _STATS:
             _replace(name, self._looks_first(getattr(os, name)))
-        leave = os._exit
 
         def wait_and_leave(status: int) -> None:
             self.wait()
-            leave(status)
+            self._leave(status)
 
         os._exit = wait_and_leave  # type: ignore[assignment]
+
+    def _at_the_end(self) -> None:
+        try:
+            self.checkpointer.close()
+        except SaveError as error:
+            # Nobody can catch it any more; whoever started the script must not take it for done.
+            print(f"lmstorfs: {error}", file=sys.stderr, flush=True)  # noqa: T201
+            self._leave(1)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._saves or self._is_ours():
