@@ -4,9 +4,9 @@
 
 States of parameters and AdamW's moments on the GPU, in tensors of 64 MiB; matrix products as the
 training. For each state and contender: how long a checkpoint stops the loop, how long steps take
-while it is on its way against those without, at what speed it leaves the GPU against the best pinned
-copy of the same run, and the host memory that it takes. On a host without a GPU the same runs on the
-CPU with small sizes, which only shows that it runs.
+while it is on its way against those without, at what speed it leaves the GPU against the best
+pinned copy of the same run, and the host memory that it takes. On a host without a GPU the same
+runs on the CPU with small sizes, which only shows that it runs.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     .venv/bin/python bench/training.py [--quick] [--repeats 5] [--contenders …] [--json F]
 
 A checkpoint every second step, as at the paper's high frequency: saved to the store itself before
-the training goes on; to a caching filesystem (JuiceFS in Alluxio's place); asynchronously (DCP) onto
-that; and by lmstorfs with its helper. The store is an S3 server on loopback for all.
+the training goes on; to a caching filesystem (JuiceFS in Alluxio's place); asynchronously (DCP)
+onto that; and by lmstorfs with its helper. The store to save to is an S3 server on loopback.
 
 Needs root and some 16 GiB of free memory.
 """
