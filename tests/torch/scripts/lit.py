@@ -7,6 +7,12 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+plugins = []
+if "--plugin" in sys.argv:
+    from lmstorfs.torch.lightning import MountCheckpointIO
+
+    sys.argv.remove("--plugin")
+    plugins = [MountCheckpointIO()]
 folder, steps = sys.argv[1], int(sys.argv[2])
 
 
@@ -28,12 +34,6 @@ class Module(LightningModule):
 
 seed_everything(0, verbose=False)
 data = TensorDataset(torch.randn(64, 40, generator=torch.Generator().manual_seed(1)))
-plugins = []
-if "--plugin" in sys.argv:
-    from lmstorfs.torch.lightning import MountCheckpointIO
-
-    sys.argv.remove("--plugin")
-    plugins = [MountCheckpointIO()]
 keep = ModelCheckpoint(
     folder, "step-{step}", every_n_train_steps=2, save_top_k=2, monitor="step", mode="max",
     save_last=True, auto_insert_metric_name=False,
