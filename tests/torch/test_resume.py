@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,6 +87,30 @@ def test_lightnings_plugin_saves_what_lightning_resumes_from(mount: Mount, tmp_p
     resumed = [
         losses(mount, command, tmp_path, MORE, place / "last.ckpt")
         for place in (folder, tmp_path / "stock")
+    ]
+    assert resumed[0] == resumed[1]
+    assert len(resumed[0].splitlines()) == MORE - STEPS
+
+
+def test_the_trainers_callback_saves_what_the_trainer_resumes_from(
+    mount: Mount, tmp_path: Path
+) -> None:
+    folder, stock = mount.path / "callback", tmp_path / "stock"
+    folder.mkdir()
+    stock.mkdir()
+    environment = mount.environment | {"PYTHONPATH": str(SCRIPTS.parents[2])}
+    for place, more in ((folder, ["--callback"]), (stock, [])):
+        subprocess.run(
+            [sys.executable, SCRIPTS / "trainer.py", place, str(STEPS), *more],
+            env=environment, check=True, capture_output=True, timeout=200,
+        )  # fmt: skip
+        assert sorted(path.name for path in place.iterdir()) == ["checkpoint-4", "checkpoint-6"]
+    for file in sorted((stock / "checkpoint-6").iterdir()):
+        if file.suffix in (".safetensors", ".pth", ".pt"):
+            assert (folder / "checkpoint-6" / file.name).read_bytes() == file.read_bytes()
+    command = [sys.executable, SCRIPTS / "trainer.py"]
+    resumed = [
+        losses(mount, command, tmp_path, MORE, place / "checkpoint-6") for place in (folder, stock)
     ]
     assert resumed[0] == resumed[1]
     assert len(resumed[0].splitlines()) == MORE - STEPS

@@ -16,6 +16,7 @@ from lmstorfs.checkpoint.mirror import handshake
 from lmstorfs.checkpoint.mirror.tcp import TcpConnection, enlarge, prepare, receiver
 from lmstorfs.checkpoint.mirror.transport import is_loopback
 from lmstorfs.errors import PeerError, SetupError
+from lmstorfs.host import yield_to_training
 
 log = structlog.get_logger()
 
@@ -103,6 +104,7 @@ class Listener:
             if full:
                 self._say(peer, "too many connections")
             elif connection is not None and not self._closed:
+                yield_to_training()  # the peer that keeps replicas may be training, too
                 handle(connection)
         except Exception as error:  # the thread's end: a bug is logged, and harms no other peer
             log.error("a connection failed", peer=peer, exc_info=error)

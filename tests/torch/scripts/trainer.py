@@ -6,6 +6,12 @@ import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
+background = []
+if "--callback" in sys.argv:
+    from lmstorfs.torch.transformers import BackgroundSaves
+
+    sys.argv.remove("--callback")
+    background = [BackgroundSaves()]
 folder, steps = sys.argv[1], int(sys.argv[2])
 
 
@@ -36,5 +42,6 @@ arguments = TrainingArguments(
     output_dir=folder, max_steps=steps, per_device_train_batch_size=4, save_steps=2,
     save_total_limit=2, logging_steps=1, report_to=[], disable_tqdm=True, seed=3, use_cpu=True,
 )  # fmt: skip
-trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=[Losses()])
+callbacks = [Losses(), *background]
+trainer = Trainer(GPT2LMHeadModel(config), arguments, train_dataset=Tokens(), callbacks=callbacks)
 trainer.train(resume_from_checkpoint=sys.argv[3] if len(sys.argv) > 3 else None)
