@@ -13,6 +13,10 @@ from lmstorfs.errors import SaveError
 _POLL_S = 0.0005
 
 
+class _TooLateError(Exception):
+    """Ends the wait for a daemon that goes on telling how far it is."""
+
+
 class SaveHandle:
     """One checkpoint on its way.
 
@@ -90,10 +94,13 @@ class SaveHandle:
 
         def look(progress: dict[str, Any]) -> None:
             if give_up is not None and time.monotonic() > give_up:
-                self._late(f"in the {copies}", timeout_s)
+                raise _TooLateError
 
         found, path = locate(self.path)
-        ControlClient(found.state).call("wait", on_progress=look, path=path, copies=copies)
+        try:
+            ControlClient(found.state).call("wait", on_progress=look, path=path, copies=copies)
+        except _TooLateError:
+            self._late(f"in the {copies}", timeout_s)
 
     def _late(self, level: str, timeout_s: float | None) -> None:
         raise TimeoutError(f"{self.path} is not {level} after {timeout_s:g} s")
