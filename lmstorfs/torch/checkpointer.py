@@ -223,14 +223,14 @@ class Checkpointer:
     def _stage_now(
         self, writer: FileWriter, pieces: list[bytes | Piece | Late], in_place: bool
     ) -> None:
-        self._wait_enqueued()
         try:
+            self._wait_enqueued()
             events = self._stager.stage(pieces, writer.put, in_place=in_place)
         except BaseException as error:
             writer.end(error)
             self._forget(writer.handle)
             writer.handle.enqueued()
-            if isinstance(error, SaveError | RuntimeError):
+            if isinstance(error, SaveError | TimeoutError | RuntimeError):
                 raise failure(writer.handle.path, error) from error
             raise
         order_after(events)
@@ -274,8 +274,9 @@ class Checkpointer:
     def _before_step(self, *_: object) -> None:
         self._follow_fork()
         for handle in self._saves:
-            handle.wait_enqueued(self._timeout_s)
-            order_after(handle.events)
+            if not handle.done:
+                handle.wait_enqueued(self._timeout_s)
+                order_after(handle.events)
 
     def _wait_enqueued(self) -> None:
         for handle in self._saves[:-1]:

@@ -170,6 +170,7 @@ class _Fill:
                 side.wait_event(self._after[device])
         with torch.cuda.stream(side):
             target.copy_(source, non_blocking=True)
+        source.record_stream(side)  # whoever frees it meanwhile must not have it reused
         self._devices.add(device)
 
     def flush(self) -> None:
