@@ -116,7 +116,7 @@ later()
         "os.rename(here / 'a.pt', here / 'b.pt'); os.rename(here / 'b.pt', here / 'a.pt')",
         "here.rename(str(here) + '-2'); Path(str(here) + '-2').rename(here)",
         "import subprocess; assert subprocess.call(['test', '-s', here / 'a.pt']) == 0",
-        "import shutil; shutil.copy(here / 'a.pt', '/dev/null')",
+        "import shutil; shutil.copyfile(here / 'a.pt', '/dev/null')",
         "os.symlink('a.pt', here / 'l'); assert torch.load(here / 'l'); os.remove(here / 'l')",
         "torch.save({'step': 1}, here / 'a.pt')",
         "os._exit(0)",
