@@ -9,15 +9,15 @@ whole; with two cores, what is written in the background takes its time from the
 Needs root and some 16 GiB of free memory.
 """
 
-import shutil
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
 from bench.contenders import Contender, Target, Workspace, start_disk, start_lmstorfs
 from bench.report import SECONDS, Comparison, Goal, Results, judge, show, to_json
 from bench.rivals import start_juicefs
-from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, train
+from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, training_turn
 from bench.turns import Run, Turn, choose, parse_arguments, start_all
 from bench.workloads import Case, no_case
 from lmstorfs.units import GIB, MIB
@@ -71,35 +71,14 @@ def saving_of(name: str, training: Training) -> Saving:
     return Helper(training, guarded=way == "guard")
 
 
-class Turns:
-    """Each contender's turns; its way of saving lives from the first to the last of them."""
+def stopping(stood: int) -> Callable[[float, float, dict[str, float]], float]:
+    """Return what makes a turn's time that of one of `stood` checkpoints."""
 
-    def __init__(self, targets: dict[str, Target], quick: bool, stack: ExitStack) -> None:
-        self.training = Training(quick)
-        self._targets = targets
-        self._stack = stack
-        self._steps, self._every = (QUICK_STEPS, QUICK_EVERY) if quick else (STEPS, EVERY)
+    def told(whole_s: float, stood_s: float, parts: dict[str, float]) -> float:
+        parts[WHOLE_PART] = whole_s
+        return stood_s / stood
 
-    def prepare(self, case: Case, contender: Contender) -> Turn:
-        target = self._targets[contender.name]
-        folder = target.directory / contender.name
-        folder.mkdir()
-        # One at a time: the memory that one holds must not be another's to miss.
-        saving = saving_of(contender.name, self.training)
-
-        def timed() -> float:
-            whole_s, stood_s = train(
-                self.training, saving, folder, steps=self._steps, every=self._every
-            )
-            turn.parts[WHOLE_PART] = whole_s
-            return stood_s / (self._steps // self._every)
-
-        def clean_up() -> None:
-            saving.close()
-            shutil.rmtree(folder)
-
-        turn = Turn(timed, clean_up, target.settle)
-        return turn
+    return told
 
 
 def add_whole(results: Results) -> None:
@@ -139,8 +118,18 @@ def main() -> int:
     with run.place(QUICK_RAM_BYTES if run.quick else RAM_BYTES) as (place, stack):
         results = Results([STOP], choose(contenders({}), arguments.contenders))
         targets = start_all(results.contenders, place, stack, results)
-        turns = Turns(targets, run.quick, stack)
-        run.measure(results, turns.prepare)
+        training = Training(run.quick)
+        steps, every = (QUICK_STEPS, QUICK_EVERY) if run.quick else (STEPS, EVERY)
+
+        def prepare(case: Case, contender: Contender) -> Turn:
+            # One at a time: the memory that one holds must not be another's to miss.
+            saving = saving_of(contender.name, training)
+            target = targets[contender.name]
+            folder = target.directory / contender.name
+            told = stopping(steps // every)
+            return training_turn(training, saving, target, folder, told, steps=steps, every=every)
+
+        run.measure(results, prepare)
     add_whole(results)
     verdicts = [] if run.quick else judge(results, GOALS)
     show(results, COMPARISONS, verdicts, run.about, SECONDS, SECONDS)

@@ -10,7 +10,6 @@ Needs root and some 16 GiB of free memory.
 """
 
 import io
-import shutil
 import sys
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +21,7 @@ import torch
 from bench.contenders import Contender, Target, Workspace, start_lmstorfs
 from bench.report import SECONDS, Comparison, Goal, Results, judge, show, to_json
 from bench.rivals import start_juicefs
-from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, train
+from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, training_turn
 from bench.turns import Run, Turn, choose, nothing, parse_arguments, start_all
 from bench.workloads import Case, no_case
 from lmstorfs.units import GIB, MIB
@@ -119,23 +118,15 @@ def main() -> int:
         targets = start_all(results.contenders, place, stack, results)
         training = Training(run.quick)
 
+        def told(whole_s: float, stood_s: float, parts: dict[str, float]) -> float:
+            parts[STOPPED] = stood_s
+            return whole_s
+
         def prepare(case: Case, contender: Contender) -> Turn:
+            saving = saving_of(contender.name, training, servers)
             target = targets[contender.name]
             folder = target.directory / contender.name
-            folder.mkdir()
-            saving = saving_of(contender.name, training, servers)
-
-            def timed() -> float:
-                whole_s, stood_s = train(training, saving, folder, steps=steps, every=EVERY)
-                turn.parts[STOPPED] = stood_s
-                return whole_s
-
-            def clean_up() -> None:
-                saving.close()
-                shutil.rmtree(folder)
-
-            turn = Turn(timed, clean_up, target.settle)
-            return turn
+            return training_turn(training, saving, target, folder, told, steps=steps, every=EVERY)
 
         run.measure(results, prepare)
     verdicts = [] if run.quick else judge(results, GOALS)

@@ -1,5 +1,6 @@
 """A training of a transformer on the CPU, and the ways to save it that the benches compare."""
 
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,6 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from bench.contenders import Target
+from bench.turns import Turn
 from lmstorfs.torch import Checkpointer
 
 VOCABULARY, WIDTH, LAYERS, HEADS = 20_000, 768, 12, 12  # some 100 M parameters
@@ -153,3 +156,32 @@ def train(
             stood_s += time.monotonic() - asked
     saving.finish()
     return time.monotonic() - began, stood_s + saving.waited_s
+
+
+def training_turn(
+    training: Training,
+    saving: Saving,
+    target: Target,
+    folder: Path,
+    told: Callable[[float, float, dict[str, float]], float],
+    *,
+    steps: int,
+    every: int,
+) -> Turn:
+    """Return a turn that trains and saves to `folder`, which is made now.
+
+    `told` takes the whole time, the time that it stood still and the turn's parts, and returns the
+    turn's own time.
+    """
+    folder.mkdir()
+
+    def timed() -> float:
+        whole_s, stood_s = train(training, saving, folder, steps=steps, every=every)
+        return told(whole_s, stood_s, turn.parts)
+
+    def clean_up() -> None:
+        saving.close()
+        shutil.rmtree(folder)
+
+    turn = Turn(timed, clean_up, target.settle)
+    return turn

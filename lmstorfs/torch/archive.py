@@ -82,7 +82,6 @@ class Archive:
         self._records = [
             _Record(folder + b"/" + name, content, size) for name, content, size in contents
         ]
-        self.nbytes = sum(storage.nbytes() for storage in storages)
 
     def pieces(self) -> Iterator[bytes | Piece | Late]:
         """Give the file from its beginning to its end."""

@@ -21,7 +21,7 @@ from lmstorfs.errors import SaveError
 from lmstorfs.torch.archive import Archive
 from lmstorfs.torch.handle import SaveHandle, failure
 from lmstorfs.torch.pieces import Late, Layout, Piece
-from lmstorfs.torch.pool import CHUNK_BYTES, Pool
+from lmstorfs.torch.pool import CHUNK_BYTES, Pool, host_memory
 from lmstorfs.torch.safetensors_file import SafetensorsFile
 from lmstorfs.torch.staging import SMALL_BYTES, Stager, Streams, events_now, order_after
 from lmstorfs.torch.writing import FileWriter
@@ -63,7 +63,7 @@ class Checkpointer:
         lack the CRC-32, which `torch.load` never reads and which costs more than all the rest.
         """
         self._checksums = checksums
-        self._limit = max_host_memory or _host_memory() // _MEMORY_SHARE
+        self._limit = max_host_memory or host_memory() // _MEMORY_SHARE
         self._chunk_bytes = chunk_bytes
         self._timeout_s = pool_timeout_s
         self._optimizers: list[Any] = []
@@ -311,10 +311,6 @@ class Checkpointer:
             if handle.error is not None:
                 self._forget(handle)
                 raise handle.error
-
-
-def _host_memory() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _write_all(writes: "queue.SimpleQueue[FileWriter | None]") -> None:

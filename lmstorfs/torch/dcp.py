@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lmstorfs.errors import PoolFullError
+from lmstorfs.torch.pool import host_buffer, host_memory
 
 _ALIGNMENT = 64
 _WAIT_S = 600.0
@@ -73,9 +74,7 @@ class Staging:
             )
         if self._memory is None or self._memory.numel() < wanted:
             self._memory = None  # not both at once
-            self._memory = torch.empty(
-                wanted, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
+            self._memory = host_buffer(wanted)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
         assert self._memory is not None
@@ -106,8 +105,7 @@ class StorageWriter(FileSystemWriter):
         """Take `FileSystemWriter`'s options; `max_host_memory` bounds a staging of its own."""
         super().__init__(path, sync_files=sync_files, **options)
         if staging is None:
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            staging = Staging(max_host_memory or total // 2)
+            staging = Staging(max_host_memory or host_memory() // 2)
         self._staging = staging
         self._staged = False
 

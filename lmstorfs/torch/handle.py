@@ -1,6 +1,5 @@
 """What `save` returns: one checkpoint on its way, and the waiting for each level of its safety."""
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -145,6 +144,5 @@ def failure(path: str, error: BaseException) -> SaveError:
         reason = error.strerror
     told = kind(f"{path}: {reason}")
     told.__cause__ = error
-    with contextlib.suppress(AttributeError):
-        told.errno = error.errno or told.errno  # type: ignore[attr-defined]
+    told.errno = getattr(error, "errno", None) or told.errno
     return told

@@ -54,9 +54,6 @@ class Piece(msgspec.Struct, frozen=True):
 class Layout(Protocol):
     """One file to be: its pieces, each byte of it in exactly one."""
 
-    nbytes: int
-    """Of tensors' memory in it."""
-
     def pieces(self) -> Iterator[bytes | Piece | Late]:
         """Give the file from the beginning to the end."""
         ...

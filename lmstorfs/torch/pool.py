@@ -5,6 +5,7 @@ kernels. Taking pinned memory is slow (about 1 s for 4 GiB), and so is the first
 are done once. What a checkpoint has more than the pool passes through it, buffer by buffer.
 """
 
+import os
 import threading
 import time
 
@@ -41,12 +42,6 @@ class Pool:
         """Memory that the pool has taken so far."""
         return self._made * self.chunk_bytes
 
-    @property
-    def free_chunks(self) -> int:
-        """How many chunks could be had at once."""
-        with self._changed:
-            return len(self._free) + self._limit - self._made
-
     def prepare(self, wanted_bytes: int) -> None:
         """Take memory for a checkpoint of this size now, and touch it."""
         while self.held_bytes < min(wanted_bytes, self._limit * self.chunk_bytes):
@@ -82,12 +77,20 @@ class Pool:
 
     def _make(self) -> Chunk:
         try:
-            memory = torch.empty(
-                self.chunk_bytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available()
-            )
+            memory = host_buffer(self.chunk_bytes)
         except BaseException:
             with self._changed:
                 self._made -= 1
             raise
         memory.fill_(0)  # the first touch, here and not while the training waits
         return Chunk(memory, view_of(memory.untyped_storage(), 0, self.chunk_bytes))
+
+
+def host_buffer(nbytes: int) -> torch.Tensor:
+    """Return new host memory (uint8, one dimension), pinned where there is a GPU."""
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+
+def host_memory() -> int:
+    """Return the bytes of memory that this host has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -38,7 +38,6 @@ class SafetensorsFile:
         chosen = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
         self._tensors = [(name, tensor.detach()) for name, tensor in chosen]
         self._metadata = dict(metadata) if metadata else None
-        self.nbytes = sum(tensor.nbytes for tensor in tensors.values())
 
     def pieces(self) -> Iterator[bytes | Piece]:
         """Give the file from its beginning to its end."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from lmstorfs.torch.pieces import Late, Piece, Touch
+from lmstorfs.torch.pieces import Late, Piece, Touch, view_of
 from lmstorfs.torch.pool import Chunk, Pool
 
 _cuda: Any = torch.cuda  # its streams and events have no types
@@ -140,7 +140,7 @@ class _Fill:
                 self.flush()
                 self._chunk = self._pool.take(self._timeout_s)
             count = min(piece.nbytes - done, self._pool.chunk_bytes - self._used)
-            self._copy(piece, source[done : done + count], self._chunk)
+            self._copy(piece, done, source[done : done + count], self._chunk)
             if piece.seen is not None:
                 self._touches.append((self._used, self._used + count, piece.seen))
             done += count
@@ -148,16 +148,13 @@ class _Fill:
             if self._used == self._pool.chunk_bytes:
                 self.flush()
 
-    def _copy(self, piece: Piece, source: torch.Tensor, chunk: Chunk) -> None:
+    def _copy(self, piece: Piece, done: int, source: torch.Tensor, chunk: Chunk) -> None:
         target = chunk.memory[self._used : self._used + source.numel()]
         device = source.device
         if piece.is_local or device.type != "cuda":
             if piece.is_local and source.numel() < _BY_THREADS_BYTES:
-                start = piece.storage.data_ptr()
-                begin = source.data_ptr() - start
-                chunk.view[self._used : self._used + source.numel()] = Piece(
-                    piece.storage, begin, source.numel()
-                ).view()
+                found = view_of(piece.storage, piece.offset + done, source.numel())
+                chunk.view[self._used : self._used + source.numel()] = found
             else:
                 target.copy_(source)  # by several threads; other devices' own, which waits
             return
