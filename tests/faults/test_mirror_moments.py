@@ -160,7 +160,8 @@ def test_a_replica_that_a_bad_link_disturbs_is_whole_in_the_end(
         if trouble == "cut":
             down(node)
         elif trouble == "slow":
-            wanted |= save(node, 5, 70 * MIB)  # more than a mirror may be behind and be called ok
+            link.slow(4 * MIB)
+            wanted |= save(node, 5, 160 * MIB)  # alone more than a mirror called ok may be behind
             assert is_behind(node, "lagging")["reasons"] == []
         link.restore()
         mirrored(node)
