@@ -14,7 +14,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 
+from bench import flash_checkpoint
 from bench.contenders import Contender, Target, Workspace, start_disk, start_lmstorfs
+from bench.flash_checkpoint import FlashSave, flash_save
 from bench.report import SECONDS, Comparison, Goal, Results, judge, show, to_json
 from bench.rivals import start_juicefs
 from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, training_turn
@@ -32,6 +34,8 @@ STOP = Case("stop", "stopped per checkpoint", 0, no_case)
 WHOLE = Case("whole", WHOLE_PART, 0, no_case)
 
 SAVINGS = ["torch.save", "dcp.async_save"]
+FLASH = "flash"
+FLASH_PLACES = ["disk", "mount"]
 PLACES = ["disk", "juicefs", "mount"]
 
 
@@ -57,17 +61,25 @@ def contenders(started: dict[str, Target]) -> list[Contender]:
         for saving in SAVINGS
         for name in PLACES
     ]
+    if flash_checkpoint.installed():
+        found += [
+            Contender(f"{FLASH}-{name}", f"DLRover to {titles[name]}", partial(on, name))
+            for name in FLASH_PLACES
+        ]
     found.append(Contender("helper-mount", "the helper to the mount", partial(on, "mount")))
     found.append(Contender("guard-mount", "the helper with guard", partial(on, "mount")))
     return found
 
 
-def saving_of(name: str, training: Training) -> Saving:
+def saving_of(name: str, training: Training, flash: FlashSave | None) -> Saving:
     way = name.rpartition("-")[0]
     if way == "torch.save":
         return TorchSave()
     if way == "dcp.async_save":
         return AsyncSave()
+    if way == FLASH:
+        assert flash is not None
+        return flash
     return Helper(training, guarded=way == "guard")
 
 
@@ -91,6 +103,7 @@ def add_whole(results: Results) -> None:
 
 
 OTHERS = [f"{saving}-{place}" for saving in SAVINGS for place in PLACES]
+OTHERS += [f"{FLASH}-{place}" for place in FLASH_PLACES]
 DCP = Comparison(
     "dcp.async_save, its fastest", [f"dcp.async_save-{place}" for place in PLACES], "guard-mount"
 )
@@ -107,7 +120,8 @@ NOTES = [
     "stopped: the call itself, and what the optimizer's step then waits for",
     "contenders take turns within each repetition, in another order each time; files are deleted "
     "after each turn, and a turn starts when its contender has nothing left to do",
-    "the helper's memory is taken and touched before its turn, as at the start of a training",
+    "the memory of the helper and of DLRover is taken and touched before their turns, as at the "
+    "start of a training; DLRover is among them where it is installed",
     "memory that was touched before is held between turns and let go just before each",
 ]
 
@@ -118,14 +132,19 @@ def main() -> int:
     with run.place(QUICK_RAM_BYTES if run.quick else RAM_BYTES) as (place, stack):
         results = Results([STOP], choose(contenders({}), arguments.contenders))
         targets = start_all(results.contenders, place, stack, results)
+        flash = None
+        if any(each.name.startswith(FLASH) for each in results.contenders):
+            flash = stack.enter_context(flash_save(place.folder("flash")))
         training = Training(run.quick)
+        if flash is not None:
+            flash.take_memory(training)
         steps, every = (QUICK_STEPS, QUICK_EVERY) if run.quick else (STEPS, EVERY)
 
         def prepare(case: Case, contender: Contender) -> Turn:
             # One at a time: the memory that one holds must not be another's to miss.
-            saving = saving_of(contender.name, training)
             target = targets[contender.name]
             folder = target.directory / contender.name
+            saving = saving_of(contender.name, training, flash)
             told = stopping(steps // every)
             return training_turn(training, saving, target, folder, told, steps=steps, every=every)
 
