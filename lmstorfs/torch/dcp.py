@@ -9,6 +9,7 @@ Keep one `Staging` for all steps: `StorageWriter(path, staging=staging)`.
 
 import os
 import threading
+import weakref
 from typing import Any
 
 import torch
@@ -107,13 +108,14 @@ class StorageWriter(FileSystemWriter):
         if staging is None:
             staging = Staging(max_host_memory or host_memory() // 2)
         self._staging = staging
-        self._staged = False
+        self._let_go: weakref.finalize[..., StorageWriter] | None = None
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into the staging's memory."""
         self.per_thread_copy_ahead = 0  # all is on the host already
         staged = self._staging.stage(state_dict)
-        self._staged = True
+        # A save that fails in its planning never comes to `write_data`.
+        self._let_go = weakref.finalize(self, self._staging.release)
         return staged
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -123,9 +125,8 @@ class StorageWriter(FileSystemWriter):
             future.wait()
             return future
         finally:
-            if self._staged:
-                self._staged = False
-                self._staging.release()
+            if self._let_go is not None:
+                self._let_go()  # does something once only
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,11 +1,15 @@
 """`torch.distributed.checkpoint` with our writer as stager and storage."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 
 from lmstorfs.errors import PoolFullError
 from lmstorfs.torch.dcp import Staging, StorageWriter
@@ -72,3 +76,26 @@ def test_a_state_above_the_bound_is_refused_and_the_next_is_not(tmp_path: Path) 
     into = {"a": torch.zeros(5)}
     dcp.load(into, checkpoint_id=tmp_path / "b")
     assert torch.equal(into["a"], small["a"])
+
+
+class FailingPlanner(DefaultSavePlanner):
+    def create_local_plan(self) -> SavePlan:
+        raise ValueError("no plan today")
+
+
+def test_a_save_that_fails_in_its_planning_does_not_hold_up_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lmstorfs.torch.dcp._WAIT_S", 30.0)
+    staging = Staging(64 * MIB)
+    with pytest.raises(CheckpointException):
+        dcp.async_save(
+            state_of(1),
+            storage_writer=StorageWriter(tmp_path / "a", staging=staging),
+            planner=FailingPlanner(),
+        ).result()
+    gc.collect()  # the error's frames hold the writer
+    wanted = state_of(2)
+    writer = StorageWriter(tmp_path / "b", staging=staging)
+    dcp.async_save(wanted, storage_writer=writer).result()
+    assert_equal(loaded(tmp_path / "b", wanted), wanted)
