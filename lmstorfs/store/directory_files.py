@@ -151,8 +151,9 @@ def copy_content(source: int, target: int, size: int, watch: Watch) -> None:
             count = os.sendfile(target, source, offset, want)
         if count == 0:
             raise SupersededError(f"the file ends at {offset} bytes: it was truncated")
-        offset += count
+        watch.came(offset, count)
         watch.moved(count)
+        offset += count
 
 
 def kind_of(mode: int) -> Kind | None:

@@ -343,8 +343,9 @@ class Fetcher:
                     if not count:
                         raise StoreUnreachableError(f"{printable(self._key)}: cut off")
                     write_exactly(self._fd, buffer[:count], start)
-                    start += count
+                    self._watch.came(start, count)
                     self._watch.moved(count)
+                    start += count
                     yield count
 
 

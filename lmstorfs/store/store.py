@@ -83,6 +83,10 @@ class Watch(Protocol):
         """`count` more bytes are through."""
         ...
 
+    def came(self, offset: int, count: int) -> None:
+        """These bytes, which `moved` counts as well, are in the target of a fetch."""
+        ...
+
     def began_upload(self, key: str, upload_id: str) -> None:
         """A multipart upload exists from now on; whoever finds it later can abort it."""
         ...
@@ -101,6 +105,9 @@ class Unwatched:
 
     def moved(self, count: int) -> None:
         """Count nothing."""
+
+    def came(self, offset: int, count: int) -> None:
+        """Note nothing."""
 
     def began_upload(self, key: str, upload_id: str) -> None:
         """Remember nothing."""

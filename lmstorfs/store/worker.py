@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from lmstorfs.digest import DigestCancelledError, FollowingDigest
 from lmstorfs.errors import (
     CorruptCopyError,
     LmstorfsError,
@@ -84,6 +85,7 @@ class _CallWatch:
         self._unreported = 0
         self._reported_at = time.monotonic()
         self.source: _Source | None = None
+        self.following: FollowingDigest | None = None
         self.check_owner: Callable[[], None] | None = None
 
     def cancel(self) -> None:
@@ -98,6 +100,10 @@ class _CallWatch:
             due = time.monotonic() - self._reported_at >= _REPORT_INTERVAL_S
         if due:
             self.report()
+
+    def came(self, offset: int, count: int) -> None:
+        if self.following is not None:
+            self.following.came(offset, count)
 
     def report(self) -> None:
         """Send what was moved since the last report."""
@@ -168,7 +174,7 @@ class _Worker:
         answer: wire.FromWorker
         try:
             answer = wire.Done(number, self._do(job, watch))
-        except Cancelled:
+        except (Cancelled, DigestCancelledError):
             answer = wire.Stopped(number)
         except LmstorfsError as error:
             answer = wire.Failed(number, type(error).__name__, str(error))
@@ -236,8 +242,9 @@ class _Worker:
         fd = os.open(job.target, flags, 0o600)
         try:
             _reserve(fd, job.size)
-            store.fetch(job.key, fd, job.size, watch, etag=job.etag)
-            digest = digest_content(fd, job.size, watch)
+            with FollowingDigest(fd, watch.cancelled) as watch.following:
+                store.fetch(job.key, fd, job.size, watch, etag=job.etag)
+                digest = watch.following.result(job.size)
             if job.digest not in (None, digest):
                 raise CorruptCopyError(f"{printable(job.key)}: the store's copy is corrupt")
         except BaseException:

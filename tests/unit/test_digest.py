@@ -5,8 +5,16 @@ from pathlib import Path
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
-from lmstorfs.digest import DigestCancelledError, digest_bytes, digest_fd, digest_file
+from lmstorfs.digest import (
+    DigestCancelledError,
+    FollowingDigest,
+    digest_bytes,
+    digest_fd,
+    digest_file,
+)
 
 
 @pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5_000_000])
@@ -52,3 +60,47 @@ def test_nobody_wants_it_any_more(tmp_path: Path) -> None:
     with pytest.raises(DigestCancelledError):
         digest_file(path, cancelled=cancelled)
     assert len(asked) == 2
+
+
+@given(
+    pieces=st.lists(st.binary(min_size=1, max_size=50), max_size=12).flatmap(
+        lambda pieces: st.tuples(
+            st.just(pieces),
+            st.permutations(range(len(pieces))),
+            st.integers(0, len(pieces)),
+        )
+    )
+)
+def test_a_file_filled_in_any_order_has_the_digest_of_its_content(
+    tmp_path_factory: pytest.TempPathFactory, pieces: tuple[list[bytes], list[int], int]
+) -> None:
+    contents, order, told = pieces
+    whole = b"".join(contents)
+    starts = [sum(map(len, contents[:number])) for number in range(len(contents))]
+    path = tmp_path_factory.mktemp("following") / "file"
+    with path.open("wb+", buffering=0) as file, FollowingDigest(file.fileno()) as following:
+        for nth, number in enumerate(order):
+            os.pwrite(file.fileno(), contents[number], starts[number])
+            if nth < told:  # of the rest it only hears that all is there
+                following.came(starts[number], len(contents[number]))
+        assert following.result(len(whole)) == digest_bytes(whole)
+
+
+def test_what_follows_a_file_tells_of_bytes_that_did_not_come(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"short")
+    with path.open("rb") as file, FollowingDigest(file.fileno()) as following:
+        following.came(0, 9)
+        with pytest.raises(EOFError):
+            following.result(12)
+
+
+def test_what_follows_a_file_stops_when_nobody_wants_it_any_more(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"content")
+    with (
+        path.open("rb") as file,
+        FollowingDigest(file.fileno(), lambda: True) as following,
+        pytest.raises(DigestCancelledError),
+    ):
+        following.result(7)

@@ -9,7 +9,7 @@ from lmstorfs.checkpoint.mirror import messages as m
 from lmstorfs.checkpoint.mirror.handshake import read_secret
 from lmstorfs.checkpoint.mirror.tcp import connect
 from lmstorfs.checkpoint.mirror.transport import Connection, parse_address
-from lmstorfs.digest import BLOCK_BYTES, digest_fd
+from lmstorfs.digest import BLOCK_BYTES, FollowingDigest
 from lmstorfs.errors import (
     CorruptCopyError,
     FencedError,
@@ -165,10 +165,14 @@ class Peer:
         """
         self._connection.send(m.encode(m.Fetch(ino=ino, version=version)))
         replica = _answer(self._connection, m.Replica)
-        for start in range(0, replica.size, SLICE_BYTES):
-            self._connection.receive_file(fd, start, min(SLICE_BYTES, replica.size - start))
-        os.ftruncate(fd, replica.size)
-        if digest_fd(fd, replica.size) != replica.digest:
+        with FollowingDigest(fd) as following:
+            for start in range(0, replica.size, SLICE_BYTES):
+                count = min(SLICE_BYTES, replica.size - start)
+                self._connection.receive_file(fd, start, count)
+                following.came(start, count)
+            os.ftruncate(fd, replica.size)
+            found = following.result(replica.size)
+        if found != replica.digest:
             self._connection.send(m.encode(m.Corrupt(ino=ino, version=version)))
             _answer(self._connection, m.Noted)
             raise CorruptCopyError("the mirror's copy is corrupt")
