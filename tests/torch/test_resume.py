@@ -114,3 +114,27 @@ def test_the_trainers_callback_saves_what_the_trainer_resumes_from(
     ]
     assert resumed[0] == resumed[1]
     assert len(resumed[0].splitlines()) == MORE - STEPS
+
+
+def test_a_loop_of_megatrons_kind_resumes_from_what_the_helper_saved(
+    mount: Mount, tmp_path: Path
+) -> None:
+    command = [sys.executable, SCRIPTS / "megatron.py"]
+    environment = mount.environment | {"PYTHONPATH": str(SCRIPTS.parents[2])}
+    found = {}
+    for place, more in ((mount.path / "megatron", []), (tmp_path / "stock", ["--stock"])):
+        place.mkdir()
+        into = tmp_path / f"more-{place.name}"
+        into.mkdir()
+        for words in ([place, STEPS, *more], [into, MORE, place, *more]):
+            done = subprocess.run(
+                [*command, *map(str, words)],
+                env=environment, check=True, capture_output=True, text=True, timeout=200,
+            )  # fmt: skip
+        found[place.name] = done.stdout
+        files = sorted(path.relative_to(place) for path in place.rglob("*") if path.is_file())
+        saved = [f"iter_{n:07d}/mp_rank_00/model_optim_rng.pt" for n in (2, 4, 6)]
+        assert [*map(str, files)] == [*saved, "latest_checkpointed_iteration.txt"]
+        assert (place / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert found["megatron"] == found["stock"]
+    assert len(found["stock"].splitlines()) == MORE - STEPS
