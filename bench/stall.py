@@ -105,14 +105,15 @@ def add_whole(results: Results) -> None:
 OTHERS = [f"{saving}-{place}" for saving in SAVINGS for place in PLACES]
 OTHERS += [f"{FLASH}-{place}" for place in FLASH_PLACES]
 DCP = Comparison(
-    "dcp.async_save, its fastest", [f"dcp.async_save-{place}" for place in PLACES], "guard-mount"
+    "dcp.async_save, its fastest", [f"dcp.async_save-{place}" for place in PLACES], "helper-mount"
 )
-REST = Comparison("the fastest of all others", OTHERS, "guard-mount")
+REST = Comparison("the fastest of all others", OTHERS, "helper-mount")
+# With guard, a copy hides beside kernels; here the training itself needs all processors.
 COMPARISONS = [
     DCP,
     REST,
-    Comparison(DCP.title, DCP.contenders, "helper-mount"),
-    Comparison(REST.title, REST.contenders, "helper-mount"),
+    Comparison(DCP.title, DCP.contenders, "guard-mount"),
+    Comparison(REST.title, REST.contenders, "guard-mount"),
 ]
 GOALS = [Goal(DCP, 2.0, ["stop"]), Goal(REST, 1.0, ["stop", "whole"])]
 NOTES = [

@@ -225,7 +225,7 @@ class Checkpointer:
     ) -> None:
         try:
             self._wait_enqueued()
-            events = self._stager.stage(pieces, writer.put, in_place=in_place)
+            events = self._stager.stage(pieces, writer.put, in_place=in_place, starved=writer.start)
         except BaseException as error:
             writer.end(error)
             self._forget(writer.handle)
@@ -252,7 +252,7 @@ class Checkpointer:
         def stage() -> None:
             try:
                 writer.handle.events = self._stager.stage(
-                    mine, writer.put, in_place=True, after=after
+                    mine, writer.put, in_place=True, after=after, starved=writer.start
                 )
             except (SaveError, RuntimeError) as error:
                 writer.end(error)

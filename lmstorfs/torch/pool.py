@@ -8,6 +8,7 @@ are done once. What a checkpoint has more than the pool passes through it, buffe
 import os
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 import torch
@@ -51,10 +52,15 @@ class Pool:
                 self._made += 1
             self.give_back(self._make())
 
-    def take(self, timeout_s: float) -> Chunk:
-        """Return a chunk, waiting for one; raises `PoolFullError` where none comes in time."""
+    def take(self, timeout_s: float, starved: Callable[[], None] = lambda: None) -> Chunk:
+        """Return a chunk, waiting for one; raises `PoolFullError` where none comes in time.
+
+        `starved` is called where there is none free and none to be made.
+        """
         give_up = time.monotonic() + timeout_s
         with self._changed:
+            if not self._free and self._made >= self._limit:
+                starved()
             while not self._free and self._made >= self._limit:
                 left = give_up - time.monotonic()
                 if left <= 0:

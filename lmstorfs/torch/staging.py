@@ -6,6 +6,7 @@ a stream of its own, beside the kernels of the training.
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -63,14 +64,16 @@ class Stager:
         *,
         in_place: bool,
         after: Any = None,
+        starved: Callable[[], None] = lambda: None,
     ) -> dict[torch.device, Any]:
         """Hand all pieces to `put`; return each GPU's CUDA event after which it is not read.
 
         `in_place`: local memory is lent and not copied. `after` maps a device to the event that
-        copies from it wait for; None: all that its current stream was given so far. Raises
-        `PoolFullError`.
+        copies from it wait for; None: all that its current stream was given so far. `starved` is
+        called where the pool is used up before the end. Raises `PoolFullError`.
         """
-        fill = _Fill(self._pool, self._streams, put, self._timeout_s, after)
+        take = partial(self._pool.take, self._timeout_s, starved)
+        fill = _Fill(self._pool, self._streams, put, take, after)
         try:
             for piece in pieces:
                 if isinstance(piece, bytes):
@@ -101,13 +104,13 @@ class _Fill:
         pool: Pool,
         streams: Streams,
         put: Callable[[Stretch], None],
-        timeout_s: float,
+        take: Callable[[], Chunk],
         after: Any,
     ) -> None:
         self._pool = pool
         self._streams = streams
         self._put = put
-        self._timeout_s = timeout_s
+        self._take = take
         self._after = after
         self._text = bytearray()
         self._chunk: Chunk | None = None
@@ -122,7 +125,7 @@ class _Fill:
             self.flush()
         if self._chunk is None and len(self._text) >= _GATHERED_BYTES:
             self.flush()
-            self._chunk = self._pool.take(self._timeout_s)  # so that text is bounded, too
+            self._chunk = self._take()  # so that text is bounded, too
         start = self._used
         if self._chunk is not None:
             self._chunk.view[start : start + len(text)] = text
@@ -138,7 +141,7 @@ class _Fill:
         while done < piece.nbytes:
             if self._chunk is None:
                 self.flush()
-                self._chunk = self._pool.take(self._timeout_s)
+                self._chunk = self._take()
             count = min(piece.nbytes - done, self._pool.chunk_bytes - self._used)
             self._copy(piece, done, source[done : done + count], self._chunk)
             if piece.seen is not None:

@@ -6,6 +6,7 @@ import queue
 import re
 import socket
 import stat
+import threading
 from pathlib import Path
 
 from lmstorfs.torch.handle import SaveHandle
@@ -34,6 +35,7 @@ class FileWriter:
         stem = os.fsdecode(os.fsencode(name)[: _NAME_BYTES_MAX - 1 - len(token)])
         self._temporary = f"{folder}/.{stem}{token}"
         self._stretches: queue.SimpleQueue[Stretch | BaseException | None] = queue.SimpleQueue()
+        self._started = threading.Event()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         self._fd = os.open(self._temporary, flags, 0o666)
         try:
@@ -62,15 +64,25 @@ class FileWriter:
             self.handle.lend()
         self._stretches.put(stretch)
 
+    def start(self) -> None:
+        """Write what there is, and not only when all is staged.
+
+        Until then the copies, which the training may be waiting for, have memory and processors
+        for themselves.
+        """
+        self._started.set()
+
     def end(self, error: BaseException | None = None) -> None:
         """There are no more; with `error` the file is not to be."""
         self._stretches.put(error)
+        self._started.set()
 
     # --- the writing thread's side -----------------------------------------------------------
 
     def run(self) -> None:
         """Write until the end, and give the file its name. What fails is the handle's to tell."""
         failed: BaseException | None = None
+        self._started.wait()
         while isinstance(stretch := self._stretches.get(), Stretch):
             try:
                 for event in stretch.events:  # also before others may have the chunk
