@@ -9,8 +9,7 @@ writes the file.
 import importlib.util
 import logging
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 
 from bench.training_loop import Saving, Training
@@ -78,13 +77,3 @@ class FlashSave(Saving):
         engine.close()
         engine.saver_proc.kill()
         engine.saver_proc.join()
-
-
-@contextmanager
-def flash_save(records: Path) -> Iterator[FlashSave]:
-    """Serve saves for the length of a block."""
-    saving = FlashSave(records)
-    try:
-        yield saving
-    finally:
-        saving.end()

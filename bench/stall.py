@@ -16,7 +16,7 @@ from functools import partial
 
 from bench import flash_checkpoint
 from bench.contenders import Contender, Target, Workspace, start_disk, start_lmstorfs
-from bench.flash_checkpoint import FlashSave, flash_save
+from bench.flash_checkpoint import FlashSave
 from bench.report import SECONDS, Comparison, Goal, Results, judge, show, to_json
 from bench.rivals import start_juicefs
 from bench.training_loop import AsyncSave, Helper, Saving, TorchSave, Training, training_turn
@@ -135,7 +135,8 @@ def main() -> int:
         targets = start_all(results.contenders, place, stack, results)
         flash = None
         if any(each.name.startswith(FLASH) for each in results.contenders):
-            flash = stack.enter_context(flash_save(place.folder("flash")))
+            flash = FlashSave(place.folder("flash"))
+            stack.callback(flash.end)
         training = Training(run.quick)
         if flash is not None:
             flash.take_memory(training)

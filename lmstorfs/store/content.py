@@ -7,12 +7,9 @@ is only a `SupersededError`.
 
 import os
 
-import xxhash
-
+from lmstorfs.digest import DigestCancelledError, digest_fd
 from lmstorfs.errors import SupersededError
 from lmstorfs.store.store import Cancelled, Watch
-
-PIECE_BYTES = 4 << 20  # read and digested at once: stays in the cache, short enough to cancel
 
 
 def read_exactly(fd: int, view: memoryview, offset: int) -> None:
@@ -35,14 +32,12 @@ def write_exactly(fd: int, data: bytes | memoryview, offset: int) -> None:
 
 def digest_content(fd: int, size: int, watch: Watch) -> str:
     """Return the xxh3-128 of the first `size` bytes of `fd`, as `lmstorfs.digest` writes it."""
-    state = xxhash.xxh3_128()
-    buffer = memoryview(bytearray(min(size, PIECE_BYTES)))
-    for offset in range(0, size, PIECE_BYTES):
-        check_cancelled(watch)
-        piece = buffer[: min(PIECE_BYTES, size - offset)]
-        read_exactly(fd, piece, offset)
-        state.update(piece)
-    return state.hexdigest()
+    try:
+        return digest_fd(fd, size, watch.cancelled)
+    except EOFError as error:
+        raise SupersededError(f"it was truncated: {error}") from error
+    except DigestCancelledError as error:
+        raise Cancelled from error
 
 
 def check_digest(found: str, expected: str | None) -> None:

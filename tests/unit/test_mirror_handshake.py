@@ -214,11 +214,15 @@ def test_a_mirror_that_is_not_there_or_says_nothing_is_told_of() -> None:
 
 
 def test_a_mirror_that_drips_is_given_up_at_the_deadline() -> None:
+    greeting = MAGIC + bytes(NONCE_BYTES)
+    sent = bytearray()
+
     def slowly(taken: socket.socket) -> None:
         taken.settimeout(0.05)  # between two bytes
-        for byte in MAGIC + bytes(NONCE_BYTES):
+        for byte in greeting:
             try:
                 taken.sendall(bytes([byte]))
+                sent.append(byte)
                 if taken.recv(1) == b"":
                     return
             except TimeoutError:
@@ -232,6 +236,7 @@ def test_a_mirror_that_drips_is_given_up_at_the_deadline() -> None:
         pytest.raises(PeerTimeoutError, match="does not answer the handshake"),
     ):
         connect(host, port, SECRET, timeout_s=0.2)
+    assert 0 < len(sent) < len(greeting)
 
 
 # --- who may listen ------------------------------------------------------------------------------
